@@ -28,7 +28,7 @@ __all__ = ["PROMPT", "TOKENS", "bench_generate", "measure_model"]
 PROMPT, TOKENS, TIMED_TOKENS = 128, 16, 8
 PREFILL, DECODE, LAYERS, READ = "prefill", "decode", "layers", "read"
 READ_NBYTES = 128 << 20
-STOCK = "bf16"
+PLAIN = "bf16"
 """The format that plain transformers multiplies."""
 
 
@@ -68,7 +68,7 @@ def bench_generate(
                     records += [label | record for record in measure_model(models[weights], TOKENS)]
     finally:
         torch.set_num_threads(before)
-    parameters = sum(parameter.numel() for parameter in models[STOCK].parameters())
+    parameters = sum(parameter.numel() for parameter in models[PLAIN].parameters())
     return _report(
         records,
         rounds,
@@ -139,7 +139,7 @@ def _load(path: Path, weights: str) -> Any:
     from hfq import HfqConfig
 
     logging.disable_progress_bar()
-    options = {} if weights == STOCK else {"quantization_config": HfqConfig()}
+    options = {} if weights == PLAIN else {"quantization_config": HfqConfig()}
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map={"": "cpu"}, **options).eval()
 
 
@@ -156,12 +156,12 @@ def _report(records: list[Record], rounds: int, model: str) -> Report:
         f"ones; medians",
     }
     least = threads[0] if threads else 1
-    packed = [weights for weights in FORMATS if weights != STOCK]
+    packed = [weights for weights in FORMATS if weights != PLAIN]
     chart = Chart(
         "Tokens per second, times those of bf16 (higher is better)",
         [PREFILL, DECODE],
         {
-            weights: [_over_stock(records, weights, step, least) for step in (PREFILL, DECODE)]
+            weights: [_over_plain(records, weights, step, least) for step in (PREFILL, DECODE)]
             for weights in packed
         },
     )
@@ -175,7 +175,7 @@ def _report(records: list[Record], rounds: int, model: str) -> Report:
         for count in threads
         for weights in packed
         for step in (PREFILL, DECODE)
-        for ratio in (_over_stock(records, weights, step, count),)
+        for ratio in (_over_plain(records, weights, step, count),)
     ] + [
         Target(
             f"{weights}, layers, {count} threads: share of the read rate",
@@ -198,7 +198,7 @@ def _table(records: list[Record], threads: int) -> Table:
             rate = median(
                 records, lambda r: r["tokens"] / r["seconds"], weights=weights, step=step, threads=threads
             )
-            ratio = _over_stock(records, weights, step, threads)
+            ratio = _over_plain(records, weights, step, threads)
             cells.append("-" if rate is None or ratio is None else f"{rate:.2f} tokens/s, {ratio:.2f}x")
         share = _share_of_read(records, weights, threads)
         rows.append((weights, *cells, "-" if share is None else f"{share:.2f}"))
@@ -217,9 +217,9 @@ def _share_of_read(records: list[Record], weights: str, threads: int) -> float |
     return _ratio(records, lambda record: record["nbytes"] / record["seconds"], layers, read)
 
 
-def _over_stock(records: list[Record], weights: str, step: str, threads: int) -> float | None:
+def _over_plain(records: list[Record], weights: str, step: str, threads: int) -> float | None:
     """The stock model's seconds over this one's."""
-    theirs, ours = ({"step": step, "weights": name, "threads": threads} for name in (STOCK, weights))
+    theirs, ours = ({"step": step, "weights": name, "threads": threads} for name in (PLAIN, weights))
     return _ratio(records, lambda record: record["seconds"], theirs, ours)
 
 

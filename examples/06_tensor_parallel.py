@@ -31,7 +31,7 @@ def main() -> None:
     is_shared = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
     packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
-    held = sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values())
+    held = sum(tensor.nbytes for module in packed for tensor in module.stored_tensors().values())
     stored = sum(info.nbytes for module in packed for info in module.infos.values())
     print(f"rank {rank} of {world}: {held:,} of {stored:,} packed bytes", flush=True)
 

@@ -18,7 +18,7 @@ __all__ = [
     "Segment",
     "TensorInfo",
     "TensorSpec",
-    "row_layout",
+    "segment_layout",
 ]
 
 Role = Literal["codes", "scale", "zero_point", "index", "bias", "meta"]
@@ -166,7 +166,7 @@ class Segment:
     shape: tuple[int, ...]
 
 
-def row_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[dict[str, Segment], int]:
+def segment_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[dict[str, Segment], int]:
     """Lays tensors out in one flat buffer, in the order given.
 
     Args:

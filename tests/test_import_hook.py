@@ -15,16 +15,16 @@ from tests.support import programs
 from tests.support.zero_launch import once
 
 PACKAGE = Path(import_hook.__file__).parent
-CHECK, STOCK, GUARD, BOTH_SIDES = "registration", "stock_loads", "guard", "both_sides_of_a_fork"
+CHECK, PLAIN, GUARD, BOTH_SIDES = "registration", "stock_loads", "guard", "both_sides_of_a_fork"
 """Programs of tests/programs/import_hook."""
 RUNS = {
-    "alone": ("from transformers import AutoModelForCausalLM", (STOCK,)),
+    "alone": ("from transformers import AutoModelForCausalLM", (PLAIN,)),
     "hfq": ("import hfq", (CHECK,)),
     "a name of hfq": ("from hfq import HfqConfig", (CHECK,)),
     "a module of hfq": ("from hfq.loading.model_loader import ModelLoader", (CHECK,)),
     "hfq, a model": ("import hfq\nfrom transformers import LlamaForCausalLM", (CHECK,)),
-    "hfq first": ("import hfq\nfrom transformers import AutoModelForCausalLM", (CHECK, STOCK, GUARD)),
-    "hfq after": ("from transformers import AutoModelForCausalLM\nimport hfq", (CHECK, STOCK, GUARD)),
+    "hfq first": ("import hfq\nfrom transformers import AutoModelForCausalLM", (CHECK, PLAIN, GUARD)),
+    "hfq after": ("from transformers import AutoModelForCausalLM\nimport hfq", (CHECK, PLAIN, GUARD)),
     "forked": ("import hfq\nfrom transformers import AutoModelForCausalLM", (BOTH_SIDES,)),
 }
 """Names of runs: what is imported, and which programs are run after it, in one process each."""
@@ -65,7 +65,7 @@ def test_importing_hfq_imports_neither_torch_nor_transformers():
 
 
 def test_stock_loads_are_the_same_with_and_without_hfq(said):
-    digests = [said(name, STOCK).split() for name in ("alone", "hfq first", "hfq after")]
+    digests = [said(name, PLAIN).split() for name in ("alone", "hfq first", "hfq after")]
     assert len(set(digests[0])) == 2
     assert digests[0] == digests[1] == digests[2]
 

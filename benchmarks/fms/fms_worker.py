@@ -29,7 +29,7 @@ TOKENS = [[3, 5, 7, 11, 13, 2], [4, 9, 30, 31, 8, 6]]
 """6 tokens: FMS takes heads for tokens where there are as many of both."""
 
 
-def _stock(path: Path, dtype: torch.dtype | None) -> Any:
+def _plain(path: Path, dtype: torch.dtype | None) -> Any:
     """FMS at its best: a config.json without the quantization, and FMS's own GPTQ layers for a CPU."""
     from fms.models import get_model
 
@@ -73,7 +73,7 @@ def _transformers(path: Path, dtype: torch.dtype | None) -> Any:
 
 
 LOADERS: dict[str, Callable[[Path, torch.dtype | None], Any]] = {
-    "FMS": _stock,
+    "FMS": _plain,
     "hfq.fms.load": _load,
     "FMS with hfq.fms.register": _registered,
     "transformers with hfq": _transformers,
@@ -93,7 +93,7 @@ class FmsWorker:
 
     def __init__(self, loader: str, small: str = "", rank: int = 0, world: int = 1, port: int = 0) -> None:
         self._rank, self._world, self._port = rank, world, port
-        self._loader, self._held = LOADERS[loader], None
+        self._loader, self._loaded = LOADERS[loader], None
         if small:
             with contextlib.suppress(Exception):  # what fails is asked again, and reported
                 self._loader(Path(small), None)
@@ -123,11 +123,11 @@ class FmsWorker:
     def load(self, path: str) -> dict:
         """Loads with the dtypes of the file, and touches every page: seconds, and what memory grew by, in
         bytes."""
-        self._held = None
+        self._loaded = None
         gc.collect()
         reset_peak()
         before, started = memory(), time.perf_counter()
-        self._held = model = self._loader(Path(path), None)
+        self._loaded = model = self._loader(Path(path), None)
         touch([*model.parameters(), *model.buffers()])
         seconds, after = time.perf_counter() - started, memory()
         grown = {key: after[key] - before[key] for key in ("anonymous", "rss") if key in after}

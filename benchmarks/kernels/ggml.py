@@ -98,8 +98,8 @@ class GgmlLinear:
 
     def __init__(self, dense: torch.Tensor, name: str, repack: bool) -> None:
         out_features, in_features = dense.shape
-        kind, self._ggml, self._held = TYPES[name], _library(), ExitStack()
-        weakref.finalize(self, self._held.close)
+        kind, self._ggml, self._loaded = TYPES[name], _library(), ExitStack()
+        weakref.finalize(self, self._loaded.close)
         self._backend = self._hold(self._ggml.ggml_backend_cpu_init(), self._ggml.ggml_backend_free)
         self._threads = 0
         self._pool: int | None = None
@@ -197,7 +197,7 @@ class GgmlLinear:
     def _hold(self, made: int | None, free: Any) -> int:
         if made is None:
             raise RuntimeError(f"ggml made nothing that {free.__name__} could free")
-        self._held.callback(free, made)
+        self._loaded.callback(free, made)
         return made
 
 

@@ -23,8 +23,8 @@ LEVELS, SHORT = (
     ("plain C++", "AVX2", "AVX-512"),
     ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)"),
 )
-_FP8_NATIVE = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
-_INT4_NATIVE = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
+_FP8_CPP = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
+_INT4_CPP = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
 _ROUNDED = 1.7
 
 
@@ -164,11 +164,11 @@ def _named(threads: int) -> str:
 def _targets(records: list[Record], threads: int) -> list[Target]:
     of_threads, named = select(records, threads=threads), f"{threads} threads"
     targets = []
-    for rows, bound in _FP8_NATIVE.items():
+    for rows, bound in _FP8_CPP.items():
         value = _over_dense(of_threads, "fp8 128x128", "cpp", rows, threads)
         targets.append(Target(f"fp8 128x128, cpp, M={rows}, {named}: over {DENSE}", value, bound, True))
     peer = GPTQMODEL if select(records, method=GPTQMODEL) else PEER
-    for rows, bound in _INT4_NATIVE.items():
+    for rows, bound in _INT4_CPP.items():
         value = _over_shapes(of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "cpp"}, rows)
         targets.append(
             Target(

@@ -268,11 +268,11 @@ def _targets(records: list[Record]) -> list[Target]:
         ("times as fast as", "seconds", 5),
         ("times less peak RSS than", "peak_rss", 2.4),
     ):
-        stock, own = (
+        plain, own = (
             median(records, itemgetter(key), kind="load", weights="fp8", state="cold", loader=loader)
             for loader in ("transformers", "hfq")
         )
-        value = stock / own if stock and own else None
+        value = plain / own if plain and own else None
         targets.append(Target(f"fp8: {what} transformers on a CPU, cold", value, bound, at_least=True))
     return targets
 

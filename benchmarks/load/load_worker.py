@@ -30,13 +30,13 @@ Loaded = tuple[Any, Iterable[torch.Tensor]]
 """What keeps the loaded tensors alive, and the tensors."""
 
 
-def _hfq(path: str, home: str = "cpu") -> Loaded:
+def _hfq(path: str, device: str = "cpu") -> Loaded:
     from hfq import HfqConfig
 
-    return _from_pretrained(path, quantization_config=HfqConfig(), device_map={"": home})
+    return _from_pretrained(path, quantization_config=HfqConfig(), device_map={"": device})
 
 
-def _stock(path: str) -> Loaded:
+def _plain(path: str) -> Loaded:
     return _from_pretrained(path, device_map={"": "cpu"})
 
 
@@ -59,7 +59,7 @@ def _safetensors(path: str) -> Loaded:
     return tensors, tensors.values()
 
 
-LOADERS: dict[str, Callable[..., Loaded]] = {"hfq": _hfq, "transformers": _stock, "safetensors": _safetensors}
+LOADERS: dict[str, Callable[..., Loaded]] = {"hfq": _hfq, "transformers": _plain, "safetensors": _safetensors}
 
 
 class LoadWorker:
@@ -74,7 +74,7 @@ class LoadWorker:
 
     def __init__(self, loader: str, path: str, small: str) -> None:
         self._loader, self._path = LOADERS[loader], path
-        self._held: Loaded | None = None
+        self._loaded: Loaded | None = None
         with contextlib.suppress(Exception):  # `load` will meet it, too, and report it
             self._loader(small)
         gc.collect()
@@ -85,9 +85,9 @@ class LoadWorker:
         reset_peak()
         before = memory()
         started = time.perf_counter()
-        self._held = self._loader(self._path)
+        self._loaded = self._loader(self._path)
         loaded = time.perf_counter()
-        touch(self._held[1])
+        touch(self._loaded[1])
         touched = time.perf_counter()
         after = memory()
         grown = {key: after[key] - before[key] for key in after if key in before}
@@ -101,7 +101,7 @@ class LoadWorker:
     def verify(self) -> dict:
         """Compares the sha256 of every tensor of the loaded model with that of its bytes on file."""
         checkpoint = Checkpoint.open(self._path)
-        reader, state = Reader(checkpoint), self._held[0].state_dict()  # type: ignore[index]
+        reader, state = Reader(checkpoint), self._loaded[0].state_dict()  # type: ignore[index]
         equal = [
             name
             for name, info in checkpoint.tensors.items()
@@ -113,16 +113,18 @@ class LoadWorker:
         """Loads with every weight on disk (hfq alone): the bytes that were read, and those that had to be at
         most."""
         before = memory()
-        self._held = _hfq(self._path, "disk")
+        self._loaded = _hfq(self._path, "disk")
         after = memory()
-        loading = self._held[0].hf_quantizer.loading
+        loading = self._loaded[0].hf_quantizer.loading
         headers = sum(header.data_start for header in loading.checkpoint.headers.values())
-        packed = sum(info.nbytes for module in loading.packed.values() for info in module.infos.values())
+        quantized = sum(
+            info.nbytes for module in loading.quantized.values() for info in module.infos.values()
+        )
         tensors = sum(info.nbytes for info in loading.checkpoint.tensors.values())
         return {
             "read": headers + loading.reader.counters.bytes_read,
-            "bound": headers + tensors - packed,
-            "packed": packed,
+            "bound": headers + tensors - quantized,
+            "packed": quantized,
             "lazy_device_read": after.get("device_read", 0) - before.get("device_read", 0),
         }
 

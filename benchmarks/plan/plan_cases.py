@@ -20,7 +20,7 @@ from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.profile import PUBLISHED
 from hfq.placement.estimate.roofline import Work
 
-__all__ = ["DIRECT", "PLACEMENTS", "Case", "measure_homes", "open_cases"]
+__all__ = ["DIRECT", "PLACEMENTS", "Case", "measure_devices", "open_cases"]
 
 DIRECT = "all disk, past the page cache"
 PLACEMENTS = ("cpu", "half disk", "all disk", DIRECT)
@@ -68,26 +68,28 @@ def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PL
             yield _open(path, model, placement, roomy if placement == "cpu" else least)
 
 
-def measure_homes(model: Any) -> dict[str, int]:
-    """{`cpu`, `disk`, `ring`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and
+def measure_devices(model: Any) -> dict[str, int]:
+    """{`cpu`, `disk`, `buffer`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and
     its ring."""
     loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
-    away = [
+    offloaded = [
         module
-        for module in loading.packed.values()
-        if all(t.is_meta for t in module.resting_tensors().values())
+        for module in loading.quantized.values()
+        if all(t.is_meta for t in module.stored_tensors().values())
     ]
-    on_disk = sum(info.nbytes for module in away for info in module.infos.values())
+    on_disk = sum(info.nbytes for module in offloaded for info in module.infos.values())
     parameters = dict(model.named_parameters())
     dense = [
-        info for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta
+        info
+        for name, info in loading.match.unquantized.items()
+        if name in parameters and parameters[name].is_meta
     ]
     on_disk += sum(info.nbytes for info in dense)
     return {
         "cpu": sum(held.values()),
         "disk": on_disk,
-        "ring": loading.offloader.regions.nbytes if loading.offloader else 0,
+        "ring": loading.offloader.buffers.nbytes if loading.offloader else 0,
     }
 
 
@@ -99,10 +101,10 @@ def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -
     loaded = load_model(
         path, dtype="auto", disk_io="direct" if placement == DIRECT else "buffered", **options
     )
-    ring = estimate.ring.get("cpu", 0)
+    buffer = estimate.buffer.get("cpu", 0)
     work = dataclasses.replace(estimate.work, is_cached=placement != DIRECT)
-    planned = _planned(model, model.device_map(estimate), ring)
-    return Case(placement, planned, measure_homes(loaded), work, Decoder(loaded))
+    planned = _planned(model, model.device_map(estimate), buffer)
+    return Case(placement, planned, measure_devices(loaded), work, Decoder(loaded))
 
 
 def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
@@ -110,24 +112,26 @@ def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
     model."""
     units = model.sizes.units
     blocks = [unit for unit in units if unit.kind == "block"]
-    away = blocks[len(blocks) // 2 :]
-    devices = {unit.name: "disk" if unit in away else "cpu" for unit in units}
-    device_map = {"": "cpu", **{unit.name: "disk" for unit in away}}
+    offloaded = blocks[len(blocks) // 2 :]
+    devices = {unit.name: "disk" if unit in offloaded else "cpu" for unit in units}
+    device_map = {"": "cpu", **{unit.name: "disk" for unit in offloaded}}
     loaded = load_model(path, dtype="auto", disk_io="buffered", device_map=dict(device_map))
-    ring = buffer_nbytes([unit.streamed_nbytes for unit in away], READ_AHEAD_NBYTES)
+    buffer = buffer_nbytes([unit.unit_onloaded_nbytes for unit in offloaded], READ_AHEAD_NBYTES)
     work = dataclasses.replace(
         roomy.work,
-        streamed=sum(unit.streamed_nbytes for unit in away),
+        streamed=sum(unit.unit_onloaded_nbytes for unit in offloaded),
         is_cached=True,
-        ring=ring,
+        buffer=buffer,
         stages=list_stages(units, devices, "cpu", model.sizes.routed),
     )
-    return Case("half disk", _planned(model, device_map, ring), measure_homes(loaded), work, Decoder(loaded))
+    return Case(
+        "half disk", _planned(model, device_map, buffer), measure_devices(loaded), work, Decoder(loaded)
+    )
 
 
-def _planned(model: PlannedModel, device_map: dict[str, Any], ring: int) -> dict[str, int]:
-    weights = model.weights_by_home(device_map, "cpu")
-    return {"cpu": weights.get("cpu", 0), "disk": weights.get("disk", 0), "ring": ring}
+def _planned(model: PlannedModel, device_map: dict[str, Any], buffer: int) -> dict[str, int]:
+    weights = model.weights_by_device(device_map, "cpu")
+    return {"cpu": weights.get("cpu", 0), "disk": weights.get("disk", 0), "ring": buffer}
 
 
 def _estimate(model: PlannedModel, capacity: int) -> Estimate:

@@ -23,7 +23,7 @@ batch 1. Predicted over achieved is that of tokens/s, taken within a round: belo
 def bytes_apart(record: Record) -> float:
     """The largest relative difference between planned and measured bytes of a home, of any that holds
     something."""
-    pairs = [(record["planned"][home], record["measured"][home]) for home in record["planned"]]
+    pairs = [(record["planned"][device], record["measured"][device]) for device in record["planned"]]
     return max(
         (
             abs(planned - measured) / max(planned, measured)
@@ -97,7 +97,7 @@ def _row(record: Record) -> tuple[str, ...]:
 
 
 def _bytes(devices: Mapping[str, int]) -> str:
-    return ", ".join(f"{home} {nbytes:,}" for home, nbytes in devices.items() if nbytes)
+    return ", ".join(f"{device} {nbytes:,}" for device, nbytes in devices.items() if nbytes)
 
 
 def _median(record: Record, what: str) -> float:

@@ -121,13 +121,13 @@ def _hooks(path: Path, device_map: dict[str, str]) -> Mover:
     of the same bytes."""
     from accelerate import dispatch_model
 
-    model, index = _Held(), {}
+    model, index = _TemporaryForward(), {}
     for name, info in Checkpoint.open(path).tensors.items():
         if name.startswith(f"{LAYERS}."):
             layer, _, rest = name.removeprefix(f"{LAYERS}.").partition(".")
             module, _, local = rest.rpartition(".")
             dtype, key = torch_dtype(info.dtype), module.replace(".", "_")
-            owner = _child(_child(model.layers, layer, _HeldLayer), key, _HeldTensors)
+            owner = _child(_child(model.layers, layer, _LoadedLayer), key, _LoadedTensors)
             owner.register_parameter(
                 local, nn.Parameter(torch.empty(info.shape, dtype=dtype, device="meta"), False)
             )
@@ -177,20 +177,20 @@ def _layer(self: nn.Module, hidden_states: torch.Tensor, *_: object, **__: objec
 
 
 def _part(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    tensors = self.packed_tensors() if isinstance(self, QuantizedModule) else self._parameters
+    tensors = self.onloaded_tensors() if isinstance(self, QuantizedModule) else self._parameters
     touch(tensor for tensor in tensors.values() if tensor is not None)
     return hidden_states
 
 
-class _HeldTensors(nn.Module):
+class _LoadedTensors(nn.Module):
     forward = _part
 
 
-class _HeldLayer(nn.Module):
+class _LoadedLayer(nn.Module):
     forward = _layer
 
 
-class _Held(nn.Module):
+class _TemporaryForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()

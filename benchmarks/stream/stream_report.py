@@ -14,14 +14,14 @@ from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["stream_report"]
 
-OWN, BUFFERED, STOCK, HOOKS = "hfq", "hfq, buffered", "accelerate", "accelerate's hooks"
-_MOVERS = (OWN, BUFFERED, STOCK, HOOKS)
+OWN, BUFFERED, PLAIN, HOOKS = "hfq", "hfq, buffered", "accelerate", "accelerate's hooks"
+_MOVERS = (OWN, BUFFERED, PLAIN, HOOKS)
 _NOTE = f"""Every forward starts from a cold page cache (posix_fadvise); all layers are on disk; embedding, norm and head are in
 memory. Each layer reads one byte of every page of its weights. What had been read ahead before the clock started is not counted.
 
 - {OWN}: direct reads, which `stream="auto"` takes for a model that memory does not hold.
 - {BUFFERED}: reads through the page cache.
-- {STOCK}: transformers and accelerate as they are, where they take the checkpoint; on a CPU they dequantize FP8 while loading, and
+- {PLAIN}: transformers and accelerate as they are, where they take the checkpoint; on a CPU they dequantize FP8 while loading, and
   offload bfloat16.
 - {HOOKS}: accelerate's hooks over modules that hold the checkpoint's own tensors: the movement of the same bytes.
 
@@ -149,7 +149,7 @@ a forward waited for its layers says what is left to gain by reading ahead."""
 def _decode_table(records: list[Record]) -> Table:
     rows = []
     for weights in FORMATS:
-        for mover, on_disk in ((OWN, False), (STOCK, False), (OWN, True), (STOCK, True)):
+        for mover, on_disk in ((OWN, False), (PLAIN, False), (OWN, True), (PLAIN, True)):
             where = {"kind": "decode", "weights": weights, "mover": mover, "on_disk": on_disk}
             seconds = median(records, lambda r: r["seconds"], **where)
             if seconds is not None:
@@ -169,10 +169,10 @@ def _micro_table(records: list[Record]) -> Table:
     for weights in FORMATS:
         for count in counts:
             where = {"kind": "micro", "weights": weights, "count": count}
-            cells = [median(records, _step_seconds, mover=mover, **where) for mover in (OWN, STOCK, HOOKS)]
+            cells = [median(records, _step_seconds, mover=mover, **where) for mover in (OWN, PLAIN, HOOKS)]
             passes = median(records, lambda r: r["expected"] / r["nbytes"] / r["steps"], mover=OWN, **where)
             faster = [
-                _times_as_fast(records, weights, mover, kind="micro", count=count) for mover in (STOCK, HOOKS)
+                _times_as_fast(records, weights, mover, kind="micro", count=count) for mover in (PLAIN, HOOKS)
             ]
             rows.append((weights, str(count), *map(_text, [*cells, *faster, passes])))
     note = """hfq runs `hfq.run_batches`, accelerate a pass for each micro-batch; every pass starts from a cold page cache, as for a
@@ -182,9 +182,9 @@ to compute 8 takes as long as reading once. Seconds, and accelerate's over hfq's
         "weights",
         "micro-batches",
         OWN,
-        STOCK,
+        PLAIN,
         HOOKS,
-        f"over {STOCK}",
+        f"over {PLAIN}",
         f"over {HOOKS}",
         "layers read by hfq, in passes",
     )
@@ -195,7 +195,7 @@ def _targets(records: list[Record]) -> list[Target]:
     targets = []
     for weights in FORMATS:
         efficiency = median(records, _efficiency, kind="busy", weights=weights, mover=OWN)
-        baseline = STOCK if STOCK in _measured(records, weights) else HOOKS
+        baseline = PLAIN if PLAIN in _measured(records, weights) else HOOKS
         same = f"{weights}: times as fast as {baseline}"
         targets += [
             Target(
@@ -223,7 +223,7 @@ def _targets(records: list[Record]) -> list[Target]:
     targets += [
         Target(
             "bf16: times as fast as accelerate, decoding",
-            faster(records, "bf16", STOCK, kind="decode", on_disk=True),
+            faster(records, "bf16", PLAIN, kind="decode", on_disk=True),
             2.5,
             True,
         ),
@@ -241,14 +241,14 @@ def _targets(records: list[Record]) -> list[Target]:
         ),
         Target(
             "gptq4: times as fast as accelerate's bf16, decoding",
-            faster(records, "gptq4", STOCK, "bf16", kind="decode", on_disk=True),
+            faster(records, "gptq4", PLAIN, "bf16", kind="decode", on_disk=True),
             1,
             True,
         ),
     ]
     most = max((record["count"] for record in select(records, kind="micro")), default=0)
     for weights in FORMATS:
-        other = STOCK if STOCK in _measured(records, weights) else HOOKS
+        other = PLAIN if PLAIN in _measured(records, weights) else HOOKS
         value = _times_as_fast(records, weights, other, kind="micro", count=most)
         targets.append(Target(f"{weights}: layer-major over {other}, {most} micro-batches", value, 6, True))
     return targets

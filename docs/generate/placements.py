@@ -4,7 +4,7 @@ and what stock tools do.
 
 from __future__ import annotations
 
-from generate.stock import STOCK, STOCK_VERSIONS, Stock
+from generate.stock import PLAIN, STOCK_VERSIONS, Stock
 from hfq.formats import FORMATS
 from hfq.formats.base import FormatVariant
 from tests.contract.cases import CASES, REPRESENTATIVES
@@ -17,7 +17,7 @@ __all__ = ["as_markdown"]
 
 
 _BY_ID = {case.id: case for case in CASES}
-_HOMES = {
+_DEVICES = {
     "none": "ZeRO-3, device",
     "cpu": "ZeRO-3, CPU",
     "in place": "ZeRO-3, NVMe in place",
@@ -33,7 +33,7 @@ Made by `make docs` from the tables that the tests run over; a test compares the
 |---|---|
 | exact | CI runs it: the logits are those of a load without `device_map`, under ZeRO-3 those of the unsharded model, bit for bit |
 | exact* | CI runs it where DeepSpeed's async_io has been compiled, and skips it by name elsewhere |
-| alike | CI runs another dialect of the same class there; a row is cut into shards by bytes, whatever they mean |
+| alike | CI runs another format of the same class there; a row is cut into shards by bytes, whatever they mean |
 | - | the same code for every dialect, and no test runs it with this one, or one of its class, in this home |
 | cut | every slice of 2, 3 and 4 ranks has the weights of the whole layer bit for bit, or the cut is refused by name where words or groups forbid it; {tp} also run on two ranks |
 | refused | an error that names the layer, before a weight is read |
@@ -73,14 +73,21 @@ def as_markdown() -> str:
         cases=len(CASES),
         versions=STOCK_VERSIONS,
         sharded=_words(SHARDED),
-        ranks=f"{len(test_zero3_matrix.DIALECTS)} checkpoints, one of each class",
+        ranks=f"{len(test_zero3_matrix.TARGET_FORMATS)} checkpoints, one of each class",
         tp=_words(test_tensor_parallel.EXACT),
     )
-    header = ["dialect", *PLACEMENTS, *_HOMES.values(), "tensor parallel", "stock: in memory", "stock: disk"]
+    header = [
+        "dialect",
+        *PLACEMENTS,
+        *_DEVICES.values(),
+        "tensor parallel",
+        "stock: in memory",
+        "stock: disk",
+    ]
     rows = [_row(dialect) for dialect in variants]
     tables = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
     stock = "\n".join(
-        f"| {name} | {facts.memory} | {facts.disk} | {facts.saved} |" for name, facts in STOCK.items()
+        f"| {name} | {facts.memory} | {facts.disk} | {facts.saved} |" for name, facts in PLAIN.items()
     )
     return f"{head}{tables}\n{_STOCK_HEAD.format(versions=STOCK_VERSIONS)}{stock}\n{_STOCK_TAIL}"
 
@@ -92,9 +99,9 @@ def _words(names) -> str:
 def _row(dialect: FormatVariant) -> list[str]:
     cases = [_BY_ID[id] for id in dialect.cases]
     placed = ["exact" for _ in PLACEMENTS]
-    sharded = [_sharded(cases, home) for home in _HOMES]
+    sharded = [_sharded(cases, home) for home in _DEVICES]
     cut = [case in CUT for case in cases]
-    stock = _stock(dialect)
+    stock = _plain(dialect)
     return [
         dialect.name,
         *placed,
@@ -118,9 +125,9 @@ def _sharded(cases: list, home: str) -> str:
     )
 
 
-def _stock(dialect: FormatVariant) -> tuple[str, str]:
+def _plain(dialect: FormatVariant) -> tuple[str, str]:
     facts = next(
-        (facts for facts in STOCK.values() if dialect.name in facts.variants),
+        (facts for facts in PLAIN.values() if dialect.name in facts.variants),
         Stock("not measured", "not measured", ""),
     )
     return facts.memory_in_short or facts.memory, facts.disk_in_short or facts.disk

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["STOCK", "STOCK_VERSIONS", "Stock"]
+__all__ = ["PLAIN", "STOCK_VERSIONS", "Stock"]
 
 
 STOCK_VERSIONS = (
@@ -31,7 +31,7 @@ class Stock:
     disk_in_short: str = ""
 
 
-STOCK = {
+PLAIN = {
     "fine-grained FP8": Stock(
         "dequantized to bfloat16 with a warning (no FP8 unit): 1.69 × the bytes of the files",
         "bfloat16 copies of the layers are written to the offload folder, and read from there",

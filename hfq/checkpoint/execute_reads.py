@@ -14,7 +14,7 @@ from hfq.checkpoint.read_plan import ReadPlan, Request, coalesce
 from hfq.checkpoint.reader import Reader
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["bring_in", "cold_ranges", "read_all", "read_arena"]
+__all__ = ["fill_page_cache", "cold_ranges", "read_all", "read_into_buffer"]
 
 _WHOLE = 0.9
 """The share of a file from which on reading it in order is worth the system's reading ahead."""
@@ -27,9 +27,9 @@ _COLD = 0.5
 Progress = Callable[[int], object]
 
 
-def read_arena(
+def read_into_buffer(
     plan: ReadPlan,
-    arena: str,
+    buffer: str,
     target: memoryview,
     reader: Reader,
     threads: int = 4,
@@ -42,7 +42,7 @@ def read_arena(
 
     Args:
         plan: The plan.
-        arena: The arena's name.
+        buffer: The arena's name.
         target: Writable bytes of the arena's size or more.
         reader: Reads the checkpoint.
         threads: How many requests are under way at once.
@@ -52,7 +52,7 @@ def read_arena(
         CheckpointError: A file changed or cannot be read. All threads have ended then, as they have after an
             interrupt.
     """
-    requests, flat = plan.requests[arena], target.cast("B")
+    requests, flat = plan.requests[buffer], target.cast("B")
     gap = max(
         (nbytes for request in requests for offset, nbytes in request.targets if offset is None), default=0
     )
@@ -60,7 +60,7 @@ def read_arena(
         bytearray(gap)
     )  # what is read into it is looked at by nobody, so that all threads share it
     files = {request.source.file for request in requests}
-    is_copy = plan.arenas[arena].kind != "staging"
+    is_copy = plan.buffers[buffer].kind != "staging"
     drop = {request.source for request in requests if is_copy and _is_cold(reader, request.source) is True}
 
     def read(request: Request) -> int:
@@ -112,7 +112,7 @@ def cold_ranges(ranges: Iterable[ByteRange], reader: Reader) -> list[ByteRange]:
     return coalesce((window for window in _windows(ranges) if _is_cold(reader, window) is not False), 0)
 
 
-def bring_in(
+def fill_page_cache(
     ranges: Iterable[ByteRange],
     reader: Reader,
     threads: int = 4,
@@ -127,18 +127,18 @@ def bring_in(
         reader: Holds the checkpoint's files.
         threads: How many windows are under way at once.
         by_reading: See `filesystem.populate`.
-        progress: As for `read_arena`.
+        progress: As for `read_into_buffer`.
 
     Raises:
         CheckpointError: A file was truncated, or the disk fails.
     """
 
-    def bring(window: ByteRange) -> int:
+    def fill_window(window: ByteRange) -> int:
         populate(reader.descriptor(window.file), window, by_reading)
         reader.count(populated=window.nbytes)
         return window.nbytes
 
-    _run([partial(bring, window) for window in _windows(ranges)], threads, progress)
+    _run([partial(fill_window, window) for window in _windows(ranges)], threads, progress)
 
 
 def _windows(ranges: Iterable[ByteRange]) -> list[ByteRange]:

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from hfq.tensor_spec import ByteRange, Segment, TensorInfo, row_layout
+from hfq.tensor_spec import ByteRange, Segment, TensorInfo, segment_layout
 
-__all__ = ["ARENA_ALIGNMENT", "Arena", "ReadPlan", "Request", "ModuleRead", "coalesce", "plan_reads"]
+__all__ = ["BUFFER_ALIGNMENT", "ReadBuffer", "ReadPlan", "Request", "ModuleRead", "coalesce", "plan_reads"]
 
-ARENA_ALIGNMENT = 256
+BUFFER_ALIGNMENT = 256
 """Each row of an arena starts at a multiple of so many bytes."""
 
 _GAP = 64 << 10
@@ -23,7 +23,7 @@ _MOST_TARGETS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class ReadBuffer:
     """One stretch of memory that rows are read into.
 
     Attributes:
@@ -46,26 +46,26 @@ class ModuleRead:
 
     Attributes:
         name: The module's name in the model.
-        home: Where it rests once loaded.
+        device: Where it rests once loaded.
         how: `read` into an arena; `mapped`, used where it lies in the file; or left on `disk`.
         why: The reason, for people.
         infos: Its stored tensors by local name.
-        arena: For `read`: the arena's name.
+        buffer: For `read`: the arena's name.
         offset: For `read`: where the row starts in the arena.
     """
 
     name: str
-    home: str
+    device: str
     how: Literal["read", "mapped", "disk"]
     why: str
     infos: Mapping[str, TensorInfo]
-    arena: str = ""
+    buffer: str = ""
     offset: int = 0
 
     @cached_property
     def layout(self) -> tuple[dict[str, Segment], int]:
         """Where each tensor lies in the row, and the row's bytes."""
-        return row_layout((local, info.dtype, info.shape) for local, info in self.infos.items())
+        return segment_layout((local, info.dtype, info.shape) for local, info in self.infos.items())
 
     @property
     def position(self) -> tuple[str, int]:
@@ -88,23 +88,25 @@ class ReadPlan:
     """What a load does with every tensor's bytes.
 
     Attributes:
-        rows: Each packed row, and each dense tensor that is mapped. A row that is not read and whose small
+        reads: Each packed row, and each dense tensor that is mapped. A row that is not read and whose small
             tensors are looked at while loading stands here twice.
-        arenas: By name, in the order in which they are filled.
+        buffers: By name, in the order in which they are filled.
     """
 
-    rows: tuple[ModuleRead, ...]
-    arenas: Mapping[str, Arena] = field(default_factory=dict)
+    reads: tuple[ModuleRead, ...]
+    buffers: Mapping[str, ReadBuffer] = field(default_factory=dict)
 
     @cached_property
     def requests(self) -> dict[str, tuple[Request, ...]]:
         """The reads that fill each arena, in the order of the files."""
-        return {name: tuple(_requests(self.rows_of(name), arena.gap)) for name, arena in self.arenas.items()}
+        return {
+            name: tuple(_requests(self.reads_into(name), buffer.gap)) for name, buffer in self.buffers.items()
+        }
 
     @property
     def bytes_needed(self) -> int:
         """The bytes of all tensors that are read."""
-        return sum(info.nbytes for row in self.rows if row.how == "read" for info in row.infos.values())
+        return sum(info.nbytes for read in self.reads if read.how == "read" for info in read.infos.values())
 
     @property
     def bytes_read(self) -> int:
@@ -114,26 +116,26 @@ class ReadPlan:
     @property
     def staging(self) -> int:
         """The most bytes of memory that are taken only while loading."""
-        return max((arena.nbytes for arena in self.arenas.values() if arena.kind == "staging"), default=0)
+        return max((buffer.nbytes for buffer in self.buffers.values() if buffer.kind == "staging"), default=0)
 
     @property
     def mapped(self) -> list[ByteRange]:
         """The ranges that are used where they lie, in the order of the files, neighbours as one."""
         return coalesce(
-            (info.range for row in self.rows if row.how == "mapped" for info in row.infos.values()), _GAP
+            (info.range for read in self.reads if read.how == "mapped" for info in read.infos.values()), _GAP
         )
 
     @cached_property
-    def _rows_by_arena(self) -> dict[str, list[ModuleRead]]:
-        found: dict[str, list[ModuleRead]] = {name: [] for name in self.arenas}
-        for row in self.rows:
-            if row.how == "read":
-                found[row.arena].append(row)
+    def _reads_by_buffer(self) -> dict[str, list[ModuleRead]]:
+        found: dict[str, list[ModuleRead]] = {name: [] for name in self.buffers}
+        for read in self.reads:
+            if read.how == "read":
+                found[read.buffer].append(read)
         return found
 
-    def rows_of(self, arena: str) -> list[ModuleRead]:
+    def reads_into(self, buffer: str) -> list[ModuleRead]:
         """The rows that are read into an arena."""
-        return self._rows_by_arena[arena]
+        return self._reads_by_buffer[buffer]
 
     @cached_property
     def bytes_by_file(self) -> dict[str, int]:
@@ -150,8 +152,9 @@ class ReadPlan:
             "bytes_needed": self.bytes_needed,
             "bytes_read": self.bytes_read,
             "staging": self.staging,
-            "arenas": [
-                asdict(arena) | {"requests": len(self.requests[name])} for name, arena in self.arenas.items()
+            "buffers": [
+                asdict(buffer) | {"requests": len(self.requests[name])}
+                for name, buffer in self.buffers.items()
             ],
             "tensors": [
                 {
@@ -159,13 +162,13 @@ class ReadPlan:
                     "file": info.range.file,
                     "offset": info.range.offset,
                     "nbytes": info.nbytes,
-                    "home": row.home,
-                    "how": row.how,
-                    "why": row.why,
-                    "arena": row.arena,
-                    "arena_offset": offset,
+                    "home": read.device,
+                    "how": read.how,
+                    "why": read.why,
+                    "buffer": read.buffer,
+                    "buffer_offset": offset,
                 }
-                for name, info, row, offset in self._tensors()
+                for name, info, read, offset in self._tensors()
             ],
         }
 
@@ -177,15 +180,17 @@ class ReadPlan:
             f"{sum(source.nbytes for source in self.mapped):,} mapped; staging at most {self.staging:,}"
         ]
         lines += [
-            f"  arena {arena.name}: {arena.nbytes:,} bytes, {arena.kind}, {len(self.requests[arena.name])} "
-            f"requests"
-            for arena in self.arenas.values()
+            f"  buffer {buffer.name}: {buffer.nbytes:,} bytes, {buffer.kind}, "
+            f"{len(self.requests[buffer.name])} requests"
+            for buffer in self.buffers.values()
         ]
         cells = [("tensor", "file and bytes", "home", "goes to", "why")]
-        for name, info, row, offset in self._tensors():
+        for name, info, read, offset in self._tensors():
             file = info.range.file.replace("\\", "/").rpartition("/")[2]
-            place = f"{row.arena} + {offset:,}" if row.how == "read" else row.how
-            cells.append((name, f"{file} {info.range.offset:,} + {info.nbytes:,}", row.home, place, row.why))
+            place = f"{read.buffer} + {offset:,}" if read.how == "read" else read.how
+            cells.append(
+                (name, f"{file} {info.range.offset:,} + {info.nbytes:,}", read.device, place, read.why)
+            )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -194,44 +199,46 @@ class ReadPlan:
         return "\n".join(lines)
 
     def _tensors(self) -> Iterator[tuple[str, TensorInfo, ModuleRead, int]]:
-        for row in self.rows:
-            for local, info in row.infos.items():
-                offset = row.offset + row.layout[0][local].offset if row.how == "read" else 0
-                yield f"{row.name}.{local}" if row.name else local, info, row, offset
+        for read in self.reads:
+            for local, info in read.infos.items():
+                offset = read.offset + read.layout[0][local].offset if read.how == "read" else 0
+                yield f"{read.name}.{local}" if read.name else local, info, read, offset
 
 
-def plan_reads(rows: Iterable[ModuleRead], arenas: Sequence[Arena], staging: int = 256 << 20) -> ReadPlan:
+def plan_reads(
+    reads: Iterable[ModuleRead], buffers: Sequence[ReadBuffer], staging: int = 256 << 20
+) -> ReadPlan:
     """Lays the rows that are read into their arenas, in the order of the files.
 
     Args:
-        rows: The rows; `arena` names one of `arenas` in each that is read, and `offset` is set here.
-        arenas: The arenas in the order in which they are filled; `nbytes` is set here. A staging one becomes
+        reads: The rows; `buffer` names one of `buffers` in each that is read, and `offset` is set here.
+        buffers: The arenas in the order in which they are filled; `nbytes` is set here. A staging one becomes
             as many batches as it takes, named `<name> 0`, `<name> 1`, ….
         staging: The most bytes of a batch, if its rows are not larger themselves.
     """
-    rows = list(rows)
+    reads = list(reads)
     placed = list[ModuleRead]()
-    sized = dict[str, Arena]()
-    for arena in arenas:
-        limit = staging if arena.kind == "staging" else None
+    sized = dict[str, ReadBuffer]()
+    for buffer in buffers:
+        limit = staging if buffer.kind == "staging" else None
         batches: list[list[tuple[int, ModuleRead]]] = []
         end = 0
-        for row in sorted(
-            (row for row in rows if row.how == "read" and row.arena == arena.name),
-            key=lambda row: row.position,
+        for read in sorted(
+            (read for read in reads if read.how == "read" and read.buffer == buffer.name),
+            key=lambda read: read.position,
         ):
-            nbytes = _aligned(row.layout[1])
+            nbytes = _aligned(read.layout[1])
             if not batches or (limit is not None and end and end + nbytes > limit):
                 batches.append([])
                 end = 0
-            batches[-1].append((end, row))
+            batches[-1].append((end, read))
             end += nbytes
         for index, batch in enumerate(batches):
-            name = arena.name if limit is None else f"{arena.name} {index}"
-            placed += [replace(row, arena=name, offset=offset) for offset, row in batch]
+            name = buffer.name if limit is None else f"{buffer.name} {index}"
+            placed += [replace(read, buffer=name, offset=offset) for offset, read in batch]
             offset, last = batch[-1]
-            sized[name] = replace(arena, name=name, nbytes=offset + _aligned(last.layout[1]))
-    return ReadPlan((*(row for row in rows if row.how != "read"), *placed), sized)
+            sized[name] = replace(buffer, name=name, nbytes=offset + _aligned(last.layout[1]))
+    return ReadPlan((*(read for read in reads if read.how != "read"), *placed), sized)
 
 
 def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
@@ -251,11 +258,11 @@ def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
     return found
 
 
-def _requests(rows: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
+def _requests(reads: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
     wanted = sorted(
-        (info.range.file, info.range.offset, info.nbytes, row.offset + row.layout[0][local].offset)
-        for row in rows
-        for local, info in row.infos.items()
+        (info.range.file, info.range.offset, info.nbytes, read.offset + read.layout[0][local].offset)
+        for read in reads
+        for local, info in read.infos.items()
         if info.nbytes
     )
     file = ""
@@ -287,4 +294,4 @@ def _requests(rows: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+    return -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT

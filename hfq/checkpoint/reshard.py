@@ -46,14 +46,14 @@ class ReshardReport:
     Attributes:
         files: All files of the new folder.
         nbytes: Their bytes.
-        blocks: The numbered blocks of the model, each in a shard of its own.
+        decoder_layers: The numbered decoder_layers of the model, each in a shard of its own.
         left_out: What the source folder holds beside the checkpoint and was not copied: pickles, folders,
             other safetensors.
     """
 
     files: int
     nbytes: int
-    blocks: int
+    decoder_layers: int
     left_out: tuple[str, ...] = ()
 
 
@@ -89,7 +89,7 @@ def reshard_checkpoint(
 
 def _groups(source: Checkpoint) -> dict[tuple[str, int], list[TensorInfo]]:
     """The tensors of each shard in its order, by the block's path and number, which is negative outside of
-    blocks.
+    decoder_layers.
     """
     groups: dict[tuple[str, int], list[TensorInfo]] = {}
     for info in sorted(source.tensors.values(), key=lambda info: (info.range.file, info.range.offset)):

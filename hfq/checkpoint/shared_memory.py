@@ -86,9 +86,9 @@ class SharedMemory:
         try:
             _clean(path, part)
             while True:
-                arena = cls._join(path, nbytes) or cls._make(path, part, nbytes, fill)
-                if arena is not None:
-                    return arena
+                buffer = cls._join(path, nbytes) or cls._make(path, part, nbytes, fill)
+                if buffer is not None:
+                    return buffer
         except _NoRoom as error:
             status = os.statvfs(folder)
             logger.warning(
@@ -115,9 +115,9 @@ class SharedMemory:
                 return None
             if os.fstat(descriptor).st_size != nbytes:
                 raise _foreign(path, f"{os.fstat(descriptor).st_size} bytes", f"{nbytes} bytes")
-            arena = cls(descriptor, path, nbytes, False)
+            buffer = cls(descriptor, path, nbytes, False)
             undo.pop_all()
-        return arena
+        return buffer
 
     @classmethod
     def _make(
@@ -139,9 +139,9 @@ class SharedMemory:
             _fill(descriptor, nbytes, fill)
             os.rename(part, path)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            arena = cls(descriptor, path, nbytes, True)
+            buffer = cls(descriptor, path, nbytes, True)
             undo.pop_all()
-        return arena
+        return buffer
 
 
 class _NoRoom(Exception):

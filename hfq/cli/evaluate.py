@@ -166,7 +166,7 @@ def _cells(name: str, row: Quality) -> list[str]:
         f"{name} (reference)" if row.is_reference else name,
         row.formats,
         f"{row.bits_per_weight:.3f}",
-        number(row.bits_per_packed_weight, ".3f"),
+        number(row.bits_per_quantized_weight, ".3f"),
         f"{row.nbytes:,}",
         f"{found.perplexity:.4f}",
         number(found.kl_mean, ".3e"),

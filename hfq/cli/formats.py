@@ -62,8 +62,8 @@ def formats(
         return
     table = Table("variant", "format", "tensors", "written by")
     for name, cls in FORMATS.items():
-        for dialect in cls.variants:
-            table.add_row(dialect.name, name, dialect.tensors, dialect.writers)
+        for variant in cls.variants:
+            table.add_row(variant.name, name, variant.tensors, variant.writers)
     console = Console(markup=False)
     console.print(table)
     console.print(f"refused by name: {', '.join(REFUSED)}")
@@ -74,18 +74,18 @@ def as_markdown() -> str:
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
 
-    rows = [_row(dialect) for cls in FORMATS.values() for dialect in cls.variants]
+    rows = [_row(variant) for cls in FORMATS.values() for variant in cls.variants]
     refused = [f"| {name} | {sign} | {fix} |" for name, (sign, fix) in REFUSED.items()]
     return _HEAD + "\n".join(sorted(rows)) + "\n" + _TAIL + "\n".join(refused) + "\n"
 
 
-def _row(dialect: FormatVariant) -> str:
-    read = f"golden × {len(dialect.goldens)}" if dialect.goldens else "contract"
-    write = "emitted" if dialect.is_emitted else "tests"
+def _row(variant: FormatVariant) -> str:
+    read = f"golden × {len(variant.goldens)}" if variant.goldens else "contract"
+    write = "emitted" if variant.is_emitted else "tests"
     cells = [
-        dialect.name,
-        dialect.writers,
-        dialect.tensors,
+        variant.name,
+        variant.writers,
+        variant.tensors,
         read,
         write,
         "yes",
@@ -93,6 +93,6 @@ def _row(dialect: FormatVariant) -> str:
         "not run",
         "yes",
         "yes",
-        ", ".join(dialect.cases),
+        ", ".join(variant.cases),
     ]
     return f"| {' | '.join(cells)} |"

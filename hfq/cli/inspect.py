@@ -84,11 +84,13 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
         "nbytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
         "formats": dict(Counter(entry["format"] for entry in packed)),
-        "bits_per_packed_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3)
+        "bits_per_quantized_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3)
         if weights
         else None,
-        "packed_nbytes": sum(entry["nbytes"] for entry in packed),
-        "dense_nbytes": sum(i.nbytes for n, ts in modules.items() if n not in formats for i in ts.values()),
+        "quantized_nbytes": sum(entry["nbytes"] for entry in packed),
+        "unquantized_nbytes": sum(
+            i.nbytes for n, ts in modules.items() if n not in formats for i in ts.values()
+        ),
         "nbytes_by_layer": dict(per_layer),
         "alignment": _alignment(checkpoint.tensors.values()),
         "odd": odd + _oddities(modules, formats),
@@ -145,16 +147,16 @@ def _print(report: dict) -> None:
     console.print(f"{report['path']}  quant_method={report['quant_method']}")
     files = report["files"]
     console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")
-    bits = report["bits_per_packed_weight"]
+    bits = report["bits_per_quantized_weight"]
     console.print(
-        f"packed {report['packed_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense "
-        f"{report['dense_nbytes']:,} B"
+        f"packed {report['quantized_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense "
+        f"{report['unquantized_nbytes']:,} B"
     )
     table = Table("format", "modules", "bits per weight", "bytes")
-    for dialect, count in report["formats"].items():
-        entries = [entry for entry in report["modules"] if entry["format"] == dialect]
+    for variant, count in report["formats"].items():
+        entries = [entry for entry in report["modules"] if entry["format"] == variant]
         nbytes, weights = sum(e["nbytes"] for e in entries), sum(e["weights"] for e in entries)
-        table.add_row(dialect, str(count), f"{nbytes * 8 / weights:.3f}" if weights else "?", f"{nbytes:,}")
+        table.add_row(variant, str(count), f"{nbytes * 8 / weights:.3f}" if weights else "?", f"{nbytes:,}")
     console.print(table)
     layers = Table("where", "bytes")
     for where, nbytes in report["nbytes_by_layer"].items():
@@ -166,10 +168,10 @@ def _print(report: dict) -> None:
         for entry in report["modules"]
         if "kernels" in entry
     )
-    for (dialect, reasons), count in chosen.items():
+    for (variant, reasons), count in chosen.items():
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
         console.print(
-            f"{dialect}: {count} by {next(name for name, reason in reasons if reason is None)} ({others})"
+            f"{variant}: {count} by {next(name for name, reason in reasons if reason is None)} ({others})"
         )
     for note in report["odd"]:
         console.print(f"note: {note}")

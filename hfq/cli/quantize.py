@@ -136,10 +136,12 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             if console.is_terminal:
-                bar.update(task, total=progress.blocks, completed=progress.done, description=_line(progress))
+                bar.update(
+                    task, total=progress.decoder_layers, completed=progress.done, description=_line(progress)
+                )
             else:
                 console.print(
-                    f"[{progress.done}/{progress.blocks}] {_line(progress)}",
+                    f"[{progress.done}/{progress.decoder_layers}] {_line(progress)}",
                     markup=False,
                     highlight=False,
                     soft_wrap=True,
@@ -151,7 +153,7 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
 def _line(progress: Progress) -> str:
     loss = "" if math.isnan(progress.loss) else f"  loss {progress.loss:.3g}"
     eta = "" if progress.eta_seconds is None else f"  {progress.eta_seconds:,.0f} s left"
-    return f"{progress.block}{loss}{eta}"
+    return f"{progress.decoder_layer}{loss}{eta}"
 
 
 def _summary(report: QuantizeReport) -> str:

@@ -30,7 +30,7 @@ def reshard(
     if as_json:
         print(json.dumps({"path": out, **asdict(report)}, indent=2))
         return
-    print(f"{out}: {report.blocks} decoder layers in {report.files} files, {report.nbytes:,} bytes")
+    print(f"{out}: {report.decoder_layers} decoder layers in {report.files} files, {report.nbytes:,} bytes")
     if report.left_out:
         print(f"left out: {', '.join(map(ascii, report.left_out))}")
 

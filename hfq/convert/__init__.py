@@ -1,8 +1,8 @@
-"""Rewrites a checkpoint in another dialect that holds the same numbers, or says which layer that dialect
+"""Rewrites a checkpoint in another format that holds the same numbers, or says which layer that dialect
 cannot hold.
 """
 
 from hfq.convert.checkpoint import ConvertReport, convert_checkpoint
-from hfq.convert.targets import DIALECTS
+from hfq.convert.targets import TARGET_FORMATS
 
-__all__ = ["DIALECTS", "ConvertReport", "convert_checkpoint"]
+__all__ = ["TARGET_FORMATS", "ConvertReport", "convert_checkpoint"]

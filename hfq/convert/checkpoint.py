@@ -26,7 +26,7 @@ from hfq.checkpoint.write_checkpoint import (
 )
 from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.read_layers import check_equal, read_layers
-from hfq.convert.targets import DIALECTS, Target
+from hfq.convert.targets import TARGET_FORMATS, Target
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.configs.source_config import SIDE_FILES, source_config
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
@@ -59,7 +59,7 @@ class ConvertReport:
 def convert_checkpoint(
     source: Checkpoint, target: str | os.PathLike, to: str, progress: Callable[[int], None] | None = None
 ) -> ConvertReport:
-    """Writes a checkpoint in another dialect that holds the same numbers.
+    """Writes a checkpoint in another format that holds the same numbers.
 
     Nothing is written unless every layer can be held without loss. The new folder gets its name once all of
     it is on disk and every layer, read back from it, dequantizes to the same bits. One layer is in memory at
@@ -69,7 +69,7 @@ def convert_checkpoint(
         source: The checkpoint. The other files of its folder are copied, but for those that describe the old
             quantization.
         target: The folder to make: absent or empty, and outside the source.
-        to: One of `DIALECTS`.
+        to: One of `TARGET_FORMATS`.
         progress: Called with the bytes of tensors written since its last call.
 
     Raises:
@@ -78,11 +78,11 @@ def convert_checkpoint(
         CheckpointError: `target` is taken; the disk is short or unwritable; the source changed meanwhile;
             what was written does not read back as it should.
     """
-    dialect = DIALECTS.get(to)
-    if dialect is None:
+    variant = TARGET_FORMATS.get(to)
+    if variant is None:
         raise SetupError(
-            f"hfq does not convert to {to!r}{nearest(to, DIALECTS)}.",
-            expected=", ".join(DIALECTS),
+            f"hfq does not convert to {to!r}{nearest(to, TARGET_FORMATS)}.",
+            expected=", ".join(TARGET_FORMATS),
             found=to,
             fix="correct --to",
         )
@@ -90,16 +90,16 @@ def convert_checkpoint(
     config = source_config(source) or {}
     reader = Reader(source)
     layers = read_layers(source, config, reader)
-    _check_source(dialect, layers, config, source)
-    plans = {name: dialect.plan(layer) for name, layer in layers.items()}
-    new_config = dialect.config(
+    _check_source(variant, layers, config, source)
+    plans = {name: variant.plan(layer) for name, layer in layers.items()}
+    new_config = variant.config(
         {name: plan.options for name, plan in plans.items()}, _dense_matrices(source, layers), config
     )
     shards, infos = _shards(source, layers, plans)
     files = [
         *shards,
         *([index_file(infos)] if len(shards) > 1 else []),
-        *_json_files(source, dialect, new_config),
+        *_json_files(source, variant, new_config),
     ]
     known, left_out = side_files(source)
     dropped = {"config.json", *SIDE_FILES}
@@ -117,25 +117,25 @@ def convert_checkpoint(
 
 
 def _check_source(
-    dialect: Target, layers: Mapping[str, SourceLayer], config: Mapping, source: Checkpoint
+    variant: Target, layers: Mapping[str, SourceLayer], config: Mapping, source: Checkpoint
 ) -> None:
     method = str(config.get("quant_method", ""))
     for name, layer in layers.items():
-        if not isinstance(layer.weight_format, dialect.sources):
-            kinds = " or ".join(cls.name for cls in dialect.sources)
+        if not isinstance(layer.weight_format, variant.sources):
+            kinds = " or ".join(cls.name for cls in variant.sources)
             raise refusal(
                 name,
-                f"a dialect that holds the numbers of {dialect.name}: {kinds}",
+                f"a dialect that holds the numbers of {variant.name}: {kinds}",
                 layer.weight_format.describe(),
                 "quantize the original model again, or keep the checkpoint as it is",
             )
-    if all(dialect.is_source(layer.weight_format, method) for layer in layers.values()):
+    if all(variant.is_source(layer.weight_format, method) for layer in layers.values()):
         raise SetupError(
-            f"The checkpoint is {dialect.name} already; nothing was written.",
+            f"The checkpoint is {variant.name} already; nothing was written.",
             file=source.root,
-            expected="another dialect",
+            expected="another format",
             found=next(iter(layers.values())).weight_format.describe(),
-            fix=f"choose another of {', '.join(DIALECTS)}",
+            fix=f"choose another of {', '.join(TARGET_FORMATS)}",
         )
     packed = {info.name for layer in layers.values() for info in layer.infos.values()}
     for name, info in source.tensors.items():
@@ -174,10 +174,10 @@ def _shards(
     tensors = {name: NewTensor.copied(info) for name, info in source.tensors.items() if name not in packed}
     devices = {name: source.tensors[name].range.file for name in tensors}
     for module, plan in plans.items():
-        home = layers[module].infos[layers[module].weight_format.codes_name].range.file
+        file = layers[module].infos[layers[module].weight_format.codes_name].range.file
         for local, tensor in plan.tensors.items():
             tensors[f"{module}.{local}"] = tensor
-            devices[f"{module}.{local}"] = home
+            devices[f"{module}.{local}"] = file
     grouped: dict[str, list[TensorInfo]] = {}
     for name in sorted(tensors, key=lambda name: _place(source, layers, name)):
         grouped.setdefault(devices[name], []).append(_described(name, tensors[name]))
@@ -223,7 +223,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _json_files(source: Checkpoint, dialect: Target, quantization: dict) -> list[NewFile]:
+def _json_files(source: Checkpoint, variant: Target, quantization: dict) -> list[NewFile]:
     """config.json with the new quantization where the old one was, and what other tools want beside it."""
     config, key = json.loads(json.dumps(source.config)), "quantization_config"
     owner = next(
@@ -231,7 +231,7 @@ def _json_files(source: Checkpoint, dialect: Target, quantization: dict) -> list
         config,
     )
     owner[key] = quantization
-    written = {"config.json": config, **dialect.side_files(quantization)}
+    written = {"config.json": config, **variant.side_files(quantization)}
     return [
         NewFile(name, (json.dumps(content, indent=2) + "\n").encode()) for name, content in written.items()
     ]

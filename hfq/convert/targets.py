@@ -19,7 +19,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.version import __version__
 
-__all__ = ["DIALECTS", "Target"]
+__all__ = ["TARGET_FORMATS", "Target"]
 
 _NUMBERED = re.compile(r"(^|\.)\d+\.")
 
@@ -245,7 +245,7 @@ def _activations(scheme: ActivationScheme | None) -> dict | None:
     return _arguments(8, "float", scheme.strategy, True, is_dynamic, group_size=scheme.group_size)
 
 
-DIALECTS: dict[str, Target] = {
+TARGET_FORMATS: dict[str, Target] = {
     target.name: target
     for target in (_GptqTarget(True), _GptqTarget(False), _PackTarget(), _FineGrainedTarget(), _FloatTarget())
 }

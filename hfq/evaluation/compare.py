@@ -19,7 +19,7 @@ from hfq.evaluation.weights import Distance, Unit, Weights, digest, distance
 __all__ = ["Difference", "LogitDistance", "Comparison", "compare"]
 
 Kind = Literal[
-    "other dialect",
+    "other format",
     "other dtype",
     "inflated",
     "quantized",
@@ -29,7 +29,7 @@ Kind = Literal[
     "missing",
     "extra",
 ]
-SAME_NUMBERS = ("other dialect", "other dtype")
+SAME_NUMBERS = ("other format", "other dtype")
 """Differences of the bytes alone."""
 
 _PROMPT_TOKENS = 32
@@ -43,9 +43,8 @@ class Difference:
 
     Attributes:
         name: Its name in the model.
-        kind: `other dialect` and `other dtype`: the same numbers in other bytes. `inflated`: packed in A and
-            dense in B; `quantized`: the reverse. `re-initialised`: values that have nothing to do with each
-            other.
+        kind: `other format` and `other dtype`: the same numbers in other bytes. `inflated`: quantized in A
+            and unquantized in B; `quantized`: the reverse. `re-initialised`: unrelated values.
                 `missing`: not in B;
             `extra`: not in A.
         first: How A stores it.
@@ -176,32 +175,34 @@ def _compare_unit(
     if first is None or second is None:
         kind: Kind = "missing" if second is None else "extra"
         return Difference(
-            name, kind, first.dialect if first else None, second.dialect if second else None
+            name, kind, first.format_name if first else None, second.format_name if second else None
         ), digests
-    is_same = first.dialect == second.dialect and all(one == other for one, other in digests.values())
+    is_same = first.format_name == second.format_name and all(one == other for one, other in digests.values())
     if is_same and first.shape == second.shape:
         return None, digests
     return _judge(first, second, held), digests
 
 
 def _judge(first: Unit, second: Unit, held: tuple[dict, dict]) -> Difference:
-    variants = first.dialect, second.dialect
+    formats = first.format_name, second.format_name
     shapes = [
         unit.shape[::-1] if unit.module is not None and unit.module.is_transposed else unit.shape
         for unit in (first, second)
     ]
     if shapes[0] != shapes[1]:
-        return Difference(first.name, "other shape", *variants)
+        return Difference(first.name, "other shape", *formats)
     apart = distance(first, second, held)
     if abs(apart.cosine) < _UNRELATED_COSINE and math.prod(first.shape) >= _FEW_ELEMENTS:
-        return Difference(first.name, "re-initialised", *variants, apart)
-    if first.is_packed and not second.is_packed:
-        return Difference(first.name, "inflated", *variants, apart)
-    if second.is_packed and not first.is_packed:
-        return Difference(first.name, "quantized", *variants, apart)
+        return Difference(first.name, "re-initialised", *formats, apart)
+    if first.is_quantized and not second.is_quantized:
+        return Difference(first.name, "inflated", *formats, apart)
+    if second.is_quantized and not first.is_quantized:
+        return Difference(first.name, "quantized", *formats, apart)
     if apart.is_equal:
-        return Difference(first.name, "other dialect" if first.is_packed else "other dtype", *variants, apart)
-    return Difference(first.name, "other values", *variants, apart)
+        return Difference(
+            first.name, "other format" if first.is_quantized else "other dtype", *formats, apart
+        )
+    return Difference(first.name, "other values", *formats, apart)
 
 
 def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -> LogitDistance | None:

@@ -46,7 +46,7 @@ class Quality:
     nbytes: int
     weights: int
     bits_per_weight: float
-    bits_per_packed_weight: float | None
+    bits_per_quantized_weight: float | None
     load_seconds: float
     seconds: float | None
 
@@ -132,7 +132,7 @@ def _row(
         size.nbytes,
         size.weights,
         size.bits_per_weight,
-        size.bits_per_packed_weight,
+        size.bits_per_quantized_weight,
         load_seconds,
         seconds,
     )

@@ -121,25 +121,27 @@ class ModelSize:
         weights: The numbers that it stands for: in × out of every packed layer, and the elements of every
             dense tensor.
         bits_per_weight: The bits of all stored tensors over all weights.
-        bits_per_packed_weight: The bits of packed layers (codes, scales, zero points, indices, biases) over
-            their weights; None where nothing is packed.
+        bits_per_quantized_weight: The bits of quantized layers (codes, scales, zero points, indices, biases)
+            over their weights; None if no layer is quantized.
         formats: The formats of the packed layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         loading = loader_of(model)
-        packed = loading.packed.values()
-        packed_nbytes = sum(info.nbytes for module in packed for info in module.infos.values())
-        packed_weights = sum(module.in_features * module.out_features for module in packed)
+        quantized = loading.quantized.values()
+        quantized_nbytes = sum(info.nbytes for module in quantized for info in module.infos.values())
+        quantized_weights = sum(module.in_features * module.out_features for module in quantized)
         named = [
-            *loading.match.dense.values(),
+            *loading.match.unquantized.values(),
             *(loading.checkpoint.tensors[n] for ns in loading.match.merged.values() for n in ns),
         ]
-        dense = {info.name: info for info in named}
+        unquantized = {info.name: info for info in named}
         self.nbytes = loading.checkpoint.nbytes
-        self.weights = packed_weights + sum(info.numel for info in dense.values())
+        self.weights = quantized_weights + sum(info.numel for info in unquantized.values())
         self.bits_per_weight = (
-            8 * (packed_nbytes + sum(info.nbytes for info in dense.values())) / self.weights
+            8 * (quantized_nbytes + sum(info.nbytes for info in unquantized.values())) / self.weights
         )
-        self.bits_per_packed_weight = 8 * packed_nbytes / packed_weights if packed_weights else None
+        self.bits_per_quantized_weight = (
+            8 * quantized_nbytes / quantized_weights if quantized_weights else None
+        )
         self.formats = loading.describe_formats() or "dense"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfq.formats import Dense, Format
+from hfq.formats import Format, Unquantized
 from hfq.loading.loaded_model import loader_of
 from hfq.loading.matching.target_modules import WEIGHT, expert_of
 from hfq.modules.flat_buffer import read_tensor
@@ -41,19 +41,19 @@ class Unit:
     module: QuantizedModule | None = None
 
     @property
-    def is_packed(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether it is stored in a dialect; an expert that a checkpoint leaves dense is a packed module of
         floats.
         """
-        return self.weight_format is not None and not isinstance(self.weight_format, Dense)
+        return self.weight_format is not None and not isinstance(self.weight_format, Unquantized)
 
     @property
-    def dialect(self) -> str:
+    def format_name(self) -> str:
         """How it is stored, for people."""
         info = next(iter(self.infos.values()))
         return (
             self.weight_format.describe()
-            if self.weight_format is not None and self.is_packed
+            if self.weight_format is not None and self.is_quantized
             else f"dense {info.dtype}"
         )
 
@@ -77,20 +77,20 @@ class Weights:
         loading = loader_of(model)
         self._reader = loading.reader
         self.units: dict[str, Unit] = {}
-        for place, module in loading.packed.items():
+        for place, module in loading.quantized.items():
             name = place.removesuffix(f".{WEIGHT}")
             infos = {local: info for local, info in module.infos.items() if local != "bias"}
             self._add(Unit(f"{name}.weight", infos, module.weight_format, module))
             if "bias" in module.infos:
                 self._add(Unit(f"{name}.bias", {"": module.infos["bias"]}))
-        for name, info in loading.match.dense.items():
+        for name, info in loading.match.unquantized.items():
             for stored in loading.match.merged.get(name, [info.name]):
                 info = loading.checkpoint.tensors.get(stored, info)
                 self._add(Unit(_merged_name(name, stored) or name, {"": info}))
 
     def tensors(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The unit's tensors by local name, on the CPU."""
-        held = unit.module.resting_tensors() if unit.module is not None else {}
+        held = unit.module.stored_tensors() if unit.module is not None else {}
         return {
             local: held[local].cpu()
             if local in held and not held[local].is_meta

@@ -12,12 +12,12 @@ from hfq.formats.detection.detect import (
     detect_formats,
     tensors_by_module,
 )
-from hfq.formats.unquantized import Dense
+from hfq.formats.unquantized import Unquantized
 
 __all__ = [
     "FORMATS",
     "ActivationScheme",
-    "Dense",
+    "Unquantized",
     "FormatVariant",
     "Format",
     "NotQuantizedFormatError",

@@ -21,14 +21,14 @@ import torch
 from hfq.formats.base import FLOATS, FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
-from hfq.formats.layouts.fp4 import PackedFp4, powers, store_powers
+from hfq.formats.layouts.fp4 import Fp4Format, powers, store_powers
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["GptOssMxfp4"]
 
 
 @dataclass(frozen=True)
-class GptOssMxfp4(PackedFp4):
+class GptOssMxfp4(Fp4Format):
     """One expert of gpt-oss: a slice of the fused `…_blocks`, `…_scales` and `…_bias`."""
 
     name = "mxfp4-blocks"

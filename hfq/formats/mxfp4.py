@@ -30,7 +30,7 @@ from hfq.formats.configs.compressed_tensors_config import (
 )
 from hfq.formats.configs.gptq_config import module_options
 from hfq.formats.detection.unsupported import refused
-from hfq.formats.layouts.fp4 import E2M1, OTHERS, PackedFp4, powers, store_powers
+from hfq.formats.layouts.fp4 import E2M1, OTHERS, Fp4Format, powers, store_powers
 from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
@@ -41,7 +41,7 @@ MXINT4 = (*(code / 4 for code in range(8)), *(-code / 4 for code in range(8)))
 
 
 @dataclass(frozen=True)
-class Mxfp4(PackedFp4):
+class Mxfp4(Fp4Format):
     """MXFP4 of compressed-tensors and auto-round.
 
     Attributes:

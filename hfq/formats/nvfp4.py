@@ -24,7 +24,7 @@ from hfq.formats.configs.compressed_tensors_config import (
     read_activations,
     refuse_transforms,
 )
-from hfq.formats.layouts.fp4 import OTHERS, PackedFp4
+from hfq.formats.layouts.fp4 import OTHERS, Fp4Format
 from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
@@ -32,7 +32,7 @@ __all__ = ["Nvfp4"]
 
 
 @dataclass(frozen=True)
-class Nvfp4(PackedFp4):
+class Nvfp4(Fp4Format):
     """NVFP4; see the file's docstring.
 
     Attributes:

@@ -17,7 +17,7 @@ import torch
 from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
-from hfq.formats.layouts.fp4 import PackedFp4
+from hfq.formats.layouts.fp4 import Fp4Format
 from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
@@ -25,7 +25,7 @@ __all__ = ["Nvfp4E5m3"]
 
 
 @dataclass(frozen=True)
-class Nvfp4E5m3(PackedFp4):
+class Nvfp4E5m3(Fp4Format):
     """NVFP4 with UE5M3 scales; see the file's docstring."""
 
     name = "nvfp4-e5m3"

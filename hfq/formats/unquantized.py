@@ -12,18 +12,18 @@ import torch
 from hfq.formats.base import FLOATS, Format
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
-__all__ = ["Dense"]
+__all__ = ["Unquantized"]
 
 
 @dataclass(frozen=True)
-class Dense(Format):
+class Unquantized(Format):
     """`weight` [out, in] in a float dtype; nothing is ever detected as this."""
 
     name = "dense"
     num_bits: int = 16
 
     @classmethod
-    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Dense | None:
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Unquantized | None:
         return None
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:

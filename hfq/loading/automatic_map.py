@@ -16,7 +16,7 @@ from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import flat_layout
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.embedding_rows import can_read_rows
-from hfq.offload.unit import DenseParameter
+from hfq.offload.unit import UnquantizedParameter
 from hfq.offload.unit_layout import lay_out
 from hfq.placement.budget import Budget, Kind, Unit, plan_devices
 from hfq.placement.device_map import check_device
@@ -72,14 +72,16 @@ def plan_map(
 
 def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) -> dict[str, Any]:
     """The device map that a budget means: all that is not said otherwise is `computing`."""
-    away = {name: home for name, home in budget.devices.items() if home != budget.main}
-    staying = [name for name, home in budget.devices.items() if home == budget.main]
-    device_map: dict[str, Any] = {"": computing, **away}
-    device_map |= {name: computing for name in staying if any(name.startswith(f"{other}.") for other in away)}
+    offloaded = {name: device for name, device in budget.devices.items() if device != budget.main}
+    staying = [name for name, device in budget.devices.items() if device == budget.main]
+    device_map: dict[str, Any] = {"": computing, **offloaded}
+    device_map |= {
+        name: computing for name in staying if any(name.startswith(f"{other}.") for other in offloaded)
+    }
     for target, source in model.all_tied_weights_keys.items():
-        home = away.get(source.rpartition(".")[0])
-        if home is not None:
-            device_map.setdefault(target.rpartition(".")[0], home)
+        device = offloaded.get(source.rpartition(".")[0])
+        if device is not None:
+            device_map.setdefault(target.rpartition(".")[0], device)
     return device_map
 
 
@@ -125,7 +127,7 @@ def gather_units(
             elif source != name:
                 unit = _unit(None, source.rpartition(".")[0], "other")
             else:
-                is_table = can_read_rows(DenseParameter(module, local, info))
+                is_table = can_read_rows(UnquantizedParameter(module, local, info))
                 is_leaf = bool(path) and not any(module.children())
                 unit = _unit(around, path if is_leaf else name, "embedding" if is_table else "other")
             part = parts.setdefault(*unit)
@@ -169,4 +171,4 @@ def _places_of_tied(model: PreTrainedModel) -> dict[str, str]:
 def _stored(source: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
     """Where a parameter is stored: under its own name, or under one that is tied to it."""
     tied = (target for target, other in model.all_tied_weights_keys.items() if other == source)
-    return next((match.dense[name] for name in (source, *tied) if name in match.dense), None)
+    return next((match.unquantized[name] for name in (source, *tied) if name in match.unquantized), None)

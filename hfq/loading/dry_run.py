@@ -53,14 +53,17 @@ class PlannedModel:
 
     def spread_map(self, devices: Mapping[str, str]) -> dict[str, int]:
         """The map over several accelerators, by their number; tied weights are with their source."""
-        device_map = {name: int(home.partition(":")[2]) for name, home in devices.items()}
+        device_map = {name: int(device.partition(":")[2]) for name, device in devices.items()}
         for target, source in self.loading.model.all_tied_weights_keys.items():
             device_map.setdefault(target.rpartition(".")[0], device_map[source.rpartition(".")[0]])
         return device_map
 
     def plan(self, device_map: Mapping[str, Any]) -> Plan:
         """The loader's own plan of a map; its devices need not be here."""
-        named = {name: f"cuda:{home}" if isinstance(home, int) else home for name, home in device_map.items()}
+        named = {
+            name: f"cuda:{device}" if isinstance(device, int) else device
+            for name, device in device_map.items()
+        }
         return self.loading.plan_for(named)
 
     def modules(self, device_map: Mapping[str, Any]) -> list[dict]:
@@ -68,7 +71,7 @@ class PlannedModel:
         order = (name for name, _ in self.loading.model.named_modules())
         return [asdict(module) for module in self.plan(device_map).modules(order)]
 
-    def weights_by_home(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
+    def weights_by_device(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
         """The bytes of the plan in each home, and of the buffers that no file holds where the model
         computes.
         """
@@ -102,7 +105,7 @@ class PlannedModel:
             "class": type(loading.model).__name__,
             "formats": loading.describe_formats(),
             "file_nbytes": loading.checkpoint.nbytes,
-            "packed_modules": len(loading.packed),
+            "packed_modules": len(loading.quantized),
             "dtype": self.sizes.dtype,
             "layers": self.sizes.layers,
             "layers_with_an_uncounted_state": self.uncounted,

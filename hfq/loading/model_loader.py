@@ -80,9 +80,9 @@ class ModelLoader(LoadState):
         self.match = match_model(model, self.checkpoint, source or {}, load_context().key_mapping)
         if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
-        self.packed = replace_modules(model, self.match, self.config, self._dtypes)
-        self._packed_names = {
-            f"{name}.{local}" for name, module in self.packed.items() for local in module.infos
+        self.quantized = replace_modules(model, self.match, self.config, self._dtypes)
+        self._quantized_names = {
+            f"{name}.{local}" for name, module in self.quantized.items() for local in module.infos
         }
         self.plan = Plan(())
         self.budget: Budget | None = None
@@ -176,10 +176,10 @@ class ModelLoader(LoadState):
         """
         moving = self._moving()
         staying = self._staying(moving)
-        experts = {name for name in moving if self.match.packed[name].slot.kind == "expert"}
+        experts = {name for name in moving if self.match.quantized[name].target.kind == "expert"}
         brought = {name: module for name, module in moving.items() if name not in staying or name in experts}
         units = find_offload_units(
-            self.model, self.match, brought, self._hidden - self._packed_names, self.devices
+            self.model, self.match, brought, self._hidden - self._quantized_names, self.devices
         )
         on_demand = [module for name, module in brought.items() if name in experts]
         if units or on_demand:
@@ -209,7 +209,9 @@ class ModelLoader(LoadState):
         """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files'
         metadata.
         """
-        state = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions)
+        state = stored_state(
+            model, self.match, self.quantized, self.checkpoint, self.reader, self._conversions
+        )
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
     def saved_like_source(
@@ -223,12 +225,13 @@ class ModelLoader(LoadState):
     def _moving(self) -> dict[str, QuantizedModule]:
         """The packed modules that do not rest where they compute."""
         devices = {
-            name: self.devices[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()
+            name: self.devices[f"{name}.{next(iter(module.infos))}"]
+            for name, module in self.quantized.items()
         }
         return {
-            name: self.packed[name]
-            for name, home in devices.items()
-            if home == "disk" or (home == "cpu" != self.main)
+            name: self.quantized[name]
+            for name, device in devices.items()
+            if device == "disk" or (device == "cpu" != self.main)
         }
 
     def _staying(self, moving: dict[str, QuantizedModule]) -> dict[str, QuantizedLinear]:
@@ -248,7 +251,7 @@ class ModelLoader(LoadState):
         """
         tensor = self.model.get_parameter_or_buffer
         for target, source in self.model.all_tied_weights_keys.items():
-            is_tied = target not in self.match.dense and target not in self._hidden
+            is_tied = target not in self.match.unquantized and target not in self._hidden
             if is_tied and tensor(target) is not tensor(source):
                 raise SetupError(
                     f"transformers did not tie {target} to {source}; no model was returned.",
@@ -262,13 +265,13 @@ class ModelLoader(LoadState):
         (core_model_loading.py:1697).
         """
         for name, dtype in self._dtypes.items():
-            if name in self.match.dense and name not in self._hidden:
+            if name in self.match.unquantized and name not in self._hidden:
                 tensor = self.model.get_parameter_or_buffer(name)
                 if tensor.dtype != dtype:
                     tensor.data = tensor.data.to(dtype)
 
     def _hide_packed(self) -> None:
-        self._hidden = self._packed_names | {f"{name}.flat_buffer" for name in self.packed}
+        self._hidden = self._quantized_names | {f"{name}.flat_buffer" for name in self.quantized}
         # hfq has judged every stored tensor itself: transformers must not report the hidden ones as
         # unexpected
         self.model._keys_to_ignore_on_load_unexpected = {".*"}
@@ -279,15 +282,15 @@ class ModelLoader(LoadState):
                 del state_dict[name]
 
     def _tensor_names(self) -> list[str]:
-        return list(dict.fromkeys([*sorted(self._packed_names), *self.model.state_dict()]))
+        return list(dict.fromkeys([*sorted(self._quantized_names), *self.model.state_dict()]))
 
     def _is_offloaded(self, name: str) -> bool:
         """Whether a dense parameter rests elsewhere than where it computes."""
-        home = self.devices[name]
+        device = self.devices[name]
         ties = self.model.all_tied_weights_keys
-        is_parameter = name in self.match.dense or name in ties or name in ties.values()
-        is_dense = is_parameter and name not in self._packed_names and not self._is_buffer(name)
-        return is_dense and (home == "disk" or (home == "cpu" and self.main != "cpu"))
+        is_parameter = name in self.match.unquantized or name in ties or name in ties.values()
+        is_unquantized = is_parameter and name not in self._quantized_names and not self._is_buffer(name)
+        return is_unquantized and (device == "disk" or (device == "cpu" and self.main != "cpu"))
 
     def _is_buffer(self, name: str) -> bool:
         module, _, local = name.rpartition(".")
@@ -309,9 +312,9 @@ class ModelLoader(LoadState):
             owner._parameters[local] = parameter
 
     def _check_supported(self) -> None:
-        check_one_device(self.packed, self.devices)
-        accelerators = {home for home in self.devices.values() if home not in ("cpu", "disk")}
-        offloaded = {home for home in self.devices.values() if home in ("cpu", "disk")}
+        check_one_device(self.quantized, self.devices)
+        accelerators = {device for device in self.devices.values() if device not in ("cpu", "disk")}
+        offloaded = {device for device in self.devices.values() if device in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
             raise PlacementError(
                 "hfq cannot offload a model that is spread over several accelerators yet; nothing was "
@@ -325,17 +328,19 @@ class ModelLoader(LoadState):
         entries = []
         stored = {
             f"{name}.{local}": info
-            for name, module in self.packed.items()
+            for name, module in self.quantized.items()
             for local, info in module.infos.items()
         }
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name in names:
-            home = self.devices[name]
-            device = self.main if home in ("cpu", "disk") else home
+            device = self.devices[name]
+            execution_device = self.main if device in ("cpu", "disk") else device
             if name in stored:
-                entries.append(PlanEntry(name, home, device, stored[name].nbytes, True))
+                entries.append(PlanEntry(name, device, execution_device, stored[name].nbytes, True))
             elif name not in self.model.all_tied_weights_keys:
-                tensor, info = state[name], self.match.dense.get(name)
-                resting = info.nbytes if home == "disk" and info else tensor.numel() * tensor.element_size()
-                entries.append(PlanEntry(name, home, device, resting, False))
+                tensor, info = state[name], self.match.unquantized.get(name)
+                nbytes = tensor.numel() * tensor.element_size()
+                if device == "disk" and info is not None:
+                    nbytes = info.nbytes
+                entries.append(PlanEntry(name, device, execution_device, nbytes, False))
         return Plan(tuple(entries))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.execute_reads import bring_in, cold_ranges
+from hfq.checkpoint.execute_reads import cold_ranges, fill_page_cache
 from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.errors import HfqError
 from hfq.loading.context import within_load
@@ -62,7 +62,7 @@ class PageCacheReads:
 
     def _run(self) -> None:
         try:
-            bring_in(cold_ranges(self._ranges, self._reader), self._reader, progress=self._note)
+            fill_page_cache(cold_ranges(self._ranges, self._reader), self._reader, progress=self._note)
         except (_Stopped, HfqError, OSError):
             return
         self.is_complete = True
@@ -91,12 +91,12 @@ def filling_page_cache(checkpoint: Checkpoint | None, device_map: Any, cpu_memor
     ):
         yield
         return
-    early = PageCacheReads(checkpoint)
+    reads = PageCacheReads(checkpoint)
     try:
-        with within_load(page_cache_reads=early):
+        with within_load(page_cache_reads=reads):
             yield
     finally:
-        early.stop()
+        reads.stop()
 
 
 def _is_mapped_whole(checkpoint: Checkpoint, device_map: Any) -> bool:

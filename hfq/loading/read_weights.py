@@ -20,9 +20,9 @@ import torch
 from transformers.utils import logging
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
+from hfq.checkpoint.execute_reads import cold_ranges, fill_page_cache, read_into_buffer
 from hfq.checkpoint.filesystem import available_memory, is_network
-from hfq.checkpoint.read_plan import Arena, ModuleRead, ReadPlan, plan_reads
+from hfq.checkpoint.read_plan import ModuleRead, ReadBuffer, ReadPlan, plan_reads
 from hfq.checkpoint.shared_memory import SharedMemory
 from hfq.errors import PlacementError
 from hfq.loading.context import load_context
@@ -102,21 +102,21 @@ def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple
     """
     started, reader = time.perf_counter(), loading.reader
     is_remote = any(map(is_network, loading.checkpoint.headers))
-    plan, early = plan_weight_reads(loading, hidden, is_remote), load_context().page_cache_reads
-    if early is not None:
+    plan, prefilled = plan_weight_reads(loading, hidden, is_remote), load_context().page_cache_reads
+    if prefilled is not None:
         with progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
-            early.wait(progress)
-        reader.count(populated=early.populated)
-    cold = [] if early is not None and early.is_complete else _worth_bringing_in(plan, reader)
+            prefilled.wait(progress)
+        reader.count(populated=prefilled.populated)
+    cold = [] if prefilled is not None and prefilled.is_complete else _worth_bringing_in(plan, reader)
     threads = _NETWORK_THREADS if is_remote else _THREADS
     with progress_bar(plan.bytes_read + sum(source.nbytes for source in cold)) as progress:
         filler = _Filler(loading, plan, threads, progress)
-        for arena in plan.arenas.values():
-            filler.fill(arena)
-        bring_in(cold, reader, threads, is_remote, progress)
-    for row in plan.rows:
-        if row.how == "mapped" and row.name in loading.packed:
-            loading.packed[row.name].hold(map_tensors(reader, row.infos))
+        for buffer in plan.buffers.values():
+            filler.fill(buffer)
+        fill_page_cache(cold, reader, threads, is_remote, progress)
+    for read in plan.reads:
+        if read.how == "mapped" and read.name in loading.quantized:
+            loading.quantized[read.name].hold(map_tensors(reader, read.infos))
     counters, mapped = reader.counters, sum(source.nbytes for source in plan.mapped)
     seconds = time.perf_counter() - started
     return plan, ReadReport(
@@ -130,7 +130,7 @@ def log_summary(loading: LoadState, seconds: float) -> None:
         "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %s",
         loading.checkpoint.root,
         seconds,
-        len(loading.packed),
+        len(loading.quantized),
         loading.describe_formats(),
         loading.plan,
         loading.read_report,
@@ -148,7 +148,7 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
     Raises:
         PlacementError: `cpu_memory="mmap"` asks for what cannot be.
     """
-    rows: list[ModuleRead] = []
+    reads: list[ModuleRead] = []
     is_sharing = loading.config.cpu_memory == "shared" or (
         loading.config.cpu_memory == "auto" and _local_processes() > 1
     )
@@ -160,37 +160,37 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
         if is_deepspeed()
         else ""
     )
-    for name, module in loading.packed.items():
-        home = loading.devices[f"{name}.{next(iter(module.infos))}"]
-        row = _planned(name, home, module, loading.config.cpu_memory, why_read, copies)
-        rows.append(row)
-        if row.how != "read":
+    for name, module in loading.quantized.items():
+        device = loading.devices[f"{name}.{next(iter(module.infos))}"]
+        read = _planned(name, device, module, loading.config.cpu_memory, why_read, copies)
+        reads.append(read)
+        if read.how != "read":
             small = {
                 local: info
                 for local, info in module.infos.items()
                 if local != module.weight_format.codes_name
             }
-            rows.append(
-                ModuleRead(name, home, "read", "its values are checked while loading", small, _CHECKS)
+            reads.append(
+                ModuleRead(name, device, "read", "its values are checked while loading", small, _CHECKS)
             )
-    accelerators = sorted({row.home for row in rows} - {"cpu", "disk"})
-    arenas = [
-        Arena(_CHECKS, 0, "staging", gap=0),  # between small tensors lie codes, which are not to be read
-        Arena(_PRIVATE, 0, "private"),
-        Arena(_SHARED, 0, "shared"),
-        *(Arena(home, 0, "staging") for home in accelerators),
+    accelerators = sorted({read.device for read in reads} - {"cpu", "disk"})
+    buffers = [
+        ReadBuffer(_CHECKS, 0, "staging", gap=0),  # between small tensors lie codes, which are not to be read
+        ReadBuffer(_PRIVATE, 0, "private"),
+        ReadBuffer(_SHARED, 0, "shared"),
+        *(ReadBuffer(device, 0, "staging") for device in accelerators),
     ]
-    return plan_reads([*_dense_rows(loading, hidden), *rows], arenas)
+    return plan_reads([*_dense_rows(loading, hidden), *reads], buffers)
 
 
 def _planned(
-    name: str, home: str, module: QuantizedModule, cpu_memory: str, why_read: str, copies: str
+    name: str, device: str, module: QuantizedModule, cpu_memory: str, why_read: str, copies: str
 ) -> ModuleRead:
     infos, is_aligned = module.infos, is_mappable(module.infos)
-    if home == "disk":
-        return ModuleRead(name, home, "disk", "read when it computes", infos)
-    if home != "cpu":
-        return ModuleRead(name, home, "read", f"moved to {home} from a staging buffer", infos, home)
+    if device == "disk":
+        return ModuleRead(name, device, "disk", "read when it computes", infos)
+    if device != "cpu":
+        return ModuleRead(name, device, "read", f"moved to {device} from a staging buffer", infos, device)
     if cpu_memory == "mmap" and not is_aligned:
         raise PlacementError(
             "A packed row cannot be used where it lies in the file; nothing was loaded.",
@@ -201,25 +201,25 @@ def _planned(
             fix='pass HfqConfig(cpu_memory="auto")',
         )
     if cpu_memory in ("private", "shared"):
-        return ModuleRead(name, home, "read", f'cpu_memory="{cpu_memory}"', infos, copies)
+        return ModuleRead(name, device, "read", f'cpu_memory="{cpu_memory}"', infos, copies)
     if cpu_memory == "auto" and not is_aligned:
-        return ModuleRead(name, home, "read", "not aligned to its own dtype in the file", infos, copies)
+        return ModuleRead(name, device, "read", "not aligned to its own dtype in the file", infos, copies)
     if cpu_memory == "auto" and why_read:
-        return ModuleRead(name, home, "read", why_read, infos, copies)
-    return ModuleRead(name, home, "mapped", "aligned, in the page cache for all processes", infos)
+        return ModuleRead(name, device, "read", why_read, infos, copies)
+    return ModuleRead(name, device, "mapped", "aligned, in the page cache for all processes", infos)
 
 
 def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[ModuleRead]:
     """The dense tensors, which hfq does not load: transformers maps those that do not rest on disk."""
-    stored = {name: {name: info} for name, info in loading.match.dense.items()}
+    stored = {name: {name: info} for name, info in loading.match.unquantized.items()}
     for name, parts in loading.match.merged.items():
         stored[name] = {f"{name} from {part}": loading.checkpoint.tensors[part] for part in parts}
     for name, infos in stored.items():
-        home = loading.devices.get(name, loading.main)
+        device = loading.devices.get(name, loading.main)
         if name in hidden:
-            yield ModuleRead("", home, "disk", "read when it computes", infos)
+            yield ModuleRead("", device, "disk", "read when it computes", infos)
         else:
-            yield ModuleRead("", home, "mapped", "loaded by transformers, through a map", infos)
+            yield ModuleRead("", device, "mapped", "loaded by transformers, through a map", infos)
 
 
 class _Filler:
@@ -236,50 +236,50 @@ class _Filler:
         self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]
         self.shared_nbytes = 0
 
-    def fill(self, arena: Arena) -> None:
+    def fill(self, buffer: ReadBuffer) -> None:
         """Reads an arena, and hands out its rows."""
-        memory = self._shared(arena) if arena.kind == "shared" else self._own(arena)
-        for row in self._plan.rows_of(arena.name):
-            self._give(row, memory, stays=arena.kind != "staging")
+        memory = self._shared(buffer) if buffer.kind == "shared" else self._own(buffer)
+        for read in self._plan.reads_into(buffer.name):
+            self._give(read, memory, stays=buffer.kind != "staging")
 
-    def _own(self, arena: Arena) -> memoryview:
-        is_staging = arena.kind == "staging"
-        memory = self._staging if is_staging else memoryview(huge_buffer(arena.nbytes).numpy())  # type: ignore[arg-type]
-        self._read(arena, memory)
+    def _own(self, buffer: ReadBuffer) -> memoryview:
+        is_staging = buffer.kind == "staging"
+        memory = self._staging if is_staging else memoryview(huge_buffer(buffer.nbytes).numpy())  # type: ignore[arg-type]
+        self._read(buffer, memory)
         return memory
 
-    def _shared(self, arena: Arena) -> memoryview:
-        key = _identity(self._plan, arena, self._loading.reader)
+    def _shared(self, buffer: ReadBuffer) -> memoryview:
+        key = _identity(self._plan, buffer, self._loading.reader)
         shared = (
-            SharedMemory.open(key, arena.nbytes, lambda memory: self._read(arena, memory))
-            if arena.nbytes
+            SharedMemory.open(key, buffer.nbytes, lambda memory: self._read(buffer, memory))
+            if buffer.nbytes
             else None
         )
-        if shared is None and arena.nbytes and self._loading.config.cpu_memory == "shared":
+        if shared is None and buffer.nbytes and self._loading.config.cpu_memory == "shared":
             raise PlacementError(
                 "The rows cannot be kept in shared memory; nothing was loaded.",
                 file="/dev/shm",
                 found="no room, or no shared memory",
-                expected=f"{arena.nbytes} free bytes",
+                expected=f"{buffer.nbytes} free bytes",
                 fix='free shared memory, or pass HfqConfig(cpu_memory="auto")',
             )
         if shared is None:
-            return self._own(arena)
+            return self._own(buffer)
         if not shared.was_filled:  # another process has read it
-            self._progress(sum(request.source.nbytes for request in self._plan.requests[arena.name]))
-        self.shared_nbytes += arena.nbytes
+            self._progress(sum(request.source.nbytes for request in self._plan.requests[buffer.name]))
+        self.shared_nbytes += buffer.nbytes
         return memoryview(shared.memory)
 
-    def _read(self, arena: Arena, memory: memoryview) -> None:
-        read_arena(self._plan, arena.name, memory, self._loading.reader, self._threads, self._progress)
+    def _read(self, buffer: ReadBuffer, memory: memoryview) -> None:
+        read_into_buffer(self._plan, buffer.name, memory, self._loading.reader, self._threads, self._progress)
 
-    def _give(self, row: ModuleRead, memory: memoryview, stays: bool) -> None:
-        module, (segments, nbytes) = self._loading.packed[row.name], row.layout
+    def _give(self, read: ModuleRead, memory: memoryview, stays: bool) -> None:
+        module, (segments, nbytes) = self._loading.quantized[read.name], read.layout
         with torch.inference_mode(
             False
         ):  # each row is a storage of its own, so that a copy of one module copies its row alone
             buffer = (
-                torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=row.offset)
+                torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=read.offset)
                 if nbytes
                 else _nothing()
             )
@@ -288,12 +288,12 @@ class _Filler:
             small = {
                 local: tensor for local, tensor in tensors.items() if local != module.weight_format.codes_name
             }
-            module.weight_format = module.weight_format.resolve(row.name, small)
-            check_bias(row.name, small.get("bias"), self._loading.match.packed[row.name].slot.has_bias)
+            module.weight_format = module.weight_format.resolve(read.name, small)
+            check_bias(read.name, small.get("bias"), self._loading.match.quantized[read.name].target.has_bias)
             if stays:
                 module.hold_buffer(held)
-            elif row.home not in ("cpu", "disk"):
-                module.hold_buffer(FlatBuffer(buffer.to(row.home, copy=True), segments))
+            elif read.device not in ("cpu", "disk"):
+                module.hold_buffer(FlatBuffer(buffer.to(read.device, copy=True), segments))
 
 
 def _nothing() -> torch.Tensor:
@@ -304,21 +304,21 @@ def _worth_bringing_in(plan: ReadPlan, reader: Reader) -> list[ByteRange]:
     """What is mapped and not in memory; nothing where it would not fit beside the arenas."""
     cold, available = cold_ranges(plan.mapped, reader), available_memory()
     wanted = sum(source.nbytes for source in cold) + sum(
-        arena.nbytes for arena in plan.arenas.values() if arena.kind != "staging"
+        buffer.nbytes for buffer in plan.buffers.values() if buffer.kind != "staging"
     )
     return cold if available is not None and wanted + plan.staging <= available else []
 
 
-def _identity(plan: ReadPlan, arena: Arena, reader: Reader) -> str:
+def _identity(plan: ReadPlan, buffer: ReadBuffer, reader: Reader) -> str:
     """A digest of everything that an arena's bytes depend on."""
-    requests = plan.requests[arena.name]
+    requests = plan.requests[buffer.name]
     files = sorted({request.source.file for request in requests})
     identities = [(os.path.realpath(file), *reader.identity(file)) for file in files]
     places = [
         (files.index(request.source.file), request.source.offset, request.targets) for request in requests
     ]
     return hashlib.sha256(
-        repr((arena.nbytes, identities, places)).encode(errors="surrogateescape")
+        repr((buffer.nbytes, identities, places)).encode(errors="surrogateescape")
     ).hexdigest()[:32]
 
 

@@ -27,7 +27,7 @@ __all__ = ["SIDE_FILES", "like_source", "stored_state"]
 def stored_state(
     model: nn.Module,
     match: CheckpointMatch,
-    packed: Mapping[str, QuantizedModule],
+    quantized: Mapping[str, QuantizedModule],
     checkpoint: Checkpoint,
     reader: Reader,
     conversions: list[Any] | None,
@@ -42,14 +42,14 @@ def stored_state(
     Args:
         model: The loaded model.
         match: Where its tensors are stored.
-        packed: Its packed modules by name.
+        quantized: Its packed modules by name.
         checkpoint: The checkpoint.
         reader: Its reader.
         conversions: transformers' conversions of this model.
         state: Its tensors by their names in the model; None to ask the model.
     """
     state, stored = dict(model.state_dict() if state is None else state), {}
-    for name, module in packed.items():
+    for name, module in quantized.items():
         for local, info in module.infos.items():
             tensor = state.pop(f"{name}.{local}", None)
             if info.part_of is not None and info.part_of in stored:
@@ -60,7 +60,7 @@ def stored_state(
                 stored[info.name] = map_tensor(reader, info) if tensor.is_meta else tensor
     others: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        place = match.dense.get(name)
+        place = match.unquantized.get(name)
         if tensor.is_meta and place is not None:
             tensor = map_tensor(reader, place).to(tensor.dtype)
         if (
@@ -127,7 +127,7 @@ def _is_tied(name: str, model: nn.Module, match: CheckpointMatch) -> bool:
         ties.get(name, name),
         *(target for target, source in ties.items() if source == ties.get(name, name)),
     }
-    return any(other in match.dense for other in others - {name})
+    return any(other in match.unquantized for other in others - {name})
 
 
 def _reverted(

@@ -28,7 +28,7 @@ class LoadState:
         checkpoint: The files, by their headers.
         reader: Reads the files.
         match: The stored tensor of every parameter.
-        packed: The quantized modules, by name.
+        quantized: The quantized modules, by name.
         devices: The device of every tensor, by name.
         main: The execution device.
         plan: Device and bytes of every tensor.
@@ -41,7 +41,7 @@ class LoadState:
     checkpoint: Checkpoint
     reader: Reader
     match: CheckpointMatch
-    packed: dict[str, QuantizedModule]
+    quantized: dict[str, QuantizedModule]
     devices: dict[str, str]
     main: str
     plan: Plan
@@ -50,4 +50,4 @@ class LoadState:
 
     def describe_formats(self) -> str:
         """Returns the distinct formats of the model, as one line."""
-        return ", ".join(sorted({module.weight_format.describe() for module in self.packed.values()}))
+        return ", ".join(sorted({module.weight_format.describe() for module in self.quantized.values()}))

@@ -73,16 +73,16 @@ def check_not_converted(names: list[str] | None, match: CheckpointMatch, model: 
             for module in known
             if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")
         ]
-        packed = [
+        quantized = [
             module
-            for module in match.packed
+            for module in match.quantized
             if any(module == i or module.startswith(f"{i}.") for i in inside)
         ]
-        if not inside or packed:
-            what = "is stored packed" if packed else f"matches nothing in the model{nearest(name, known)}"
+        if not inside or quantized:
+            what = "is stored packed" if quantized else f"matches nothing in the model{nearest(name, known)}"
             raise SetupError(
                 f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.",
-                found=", ".join(packed[:5]) or name,
+                found=", ".join(quantized[:5]) or name,
                 expected="modules that the checkpoint stores as floats",
                 fix="remove it from modules_to_not_convert",
             )
@@ -104,9 +104,9 @@ def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
             )
 
 
-def check_one_device(packed: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:
+def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:
     """Refuses a device_map that sends the tensors of one packed row to several homes."""
-    for name, module in packed.items():
+    for name, module in quantized.items():
         found = {devices[f"{name}.{local}"] for local in module.infos}
         if len(found) > 1:
             raise PlacementError(

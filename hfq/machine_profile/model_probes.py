@@ -83,7 +83,7 @@ class DepthProbe:
         paths = {name: make_checkpoint(folder, shape, GPTQ4) for name, shape in shapes.items()}
         self._blocks = wide.layers
         empty, all_layers = (_nbytes(Architecture(wide.hidden, layers)) for layers in (0, wide.layers))
-        self._streamed = all_layers - empty
+        self._offloaded = all_layers - empty
         load_model(paths["few"])  # imports what the timed ones need
         self._loads: dict[str, float] = {}
         self._decoders: dict[str, Decoder] = {}
@@ -121,7 +121,7 @@ class DepthProbe:
         Args:
             rate: Bytes per second of reads from the page cache.
         """
-        moving = self._median("away") - self._median("near") - self._streamed / rate
+        moving = self._median("away") - self._median("near") - self._offloaded / rate
         return max(moving, 0.0) / self._blocks
 
     @property

@@ -77,7 +77,7 @@ class RanksProbe:
         weights = sum(count for count, _ in open_model(self._paths["wide"]).sizes.weights.values())
         computing = weights / self._alone.rate * slowdown + step + each * self._layers["wide"]
         states = count_states(Checkpoint.open(self._paths["wide"]))
-        gathered = sum(states.packed) + sum(states.frozen) * states.itemsize
+        gathered = sum(states.quantized) + sum(states.frozen) * states.itemsize
         gathering = gathered / max(seconds["wide"] - computing, seconds["wide"] / 100)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return Zero3Rates(self._count, device, gathering, slowdown, each, step)

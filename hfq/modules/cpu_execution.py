@@ -52,7 +52,7 @@ class CpuExecution:
     def fetch(self, layer: QuantizedModule) -> Mapping[str, torch.Tensor]:
         """The layer's tensors on the accelerator, for one call."""
         self.fetches += 1
-        return {local: tensor.to(self.device) for local, tensor in layer.resting_tensors().items()}
+        return {local: tensor.to(self.device) for local, tensor in layer.stored_tensors().items()}
 
     def serve(self, layer: QuantizedModule) -> None:
         """Has a layer ask here for every forward; a layer whose bytes others bring to the accelerator goes on
@@ -61,5 +61,5 @@ class CpuExecution:
         layer.on_cpu = self
         if layer.fetch is None:
             layer.fetch = lambda: self.fetch(layer)
-            layer.is_away = True
-            layer.brought_to = self.device
+            layer.is_offloaded = True
+            layer.onload_device = self.device

@@ -71,7 +71,7 @@ class QuantizedEmbedding(QuantizedModule):
 
     def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
         """The rows of these ascending tokens, each dequantized once, in panels of `row_multiple` rows."""
-        tensors, multiple = self.packed_tensors(), self.weight_format.row_multiple
+        tensors, multiple = self.onloaded_tensors(), self.weight_format.row_multiple
         device = next(iter(tensors.values())).device
         rows = torch.empty(wanted.numel(), self.embedding_dim, dtype=self.dtype, device=device)
         last, panel = -1, torch.empty(0)

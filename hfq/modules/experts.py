@@ -69,7 +69,7 @@ class QuantizedExperts(nn.ModuleList):
                 layer
                 for expert in routed
                 for layer in self[expert].values()
-                if layer.is_away and layer.on_cpu is None
+                if layer.is_offloaded and layer.on_cpu is None
             )
         for expert in routed:
             token, place = torch.where(top_k_index == expert)
@@ -94,7 +94,7 @@ class QuantizedExperts(nn.ModuleList):
             and layer.kernel is kernel
             and layer.scheme is None
             and layer.fetch is None
-            and not layer.is_away
+            and not layer.is_offloaded
             and "forward" not in vars(layer)
             and not layer._forward_hooks
             and not layer._forward_pre_hooks
@@ -119,7 +119,7 @@ class QuantizedExperts(nn.ModuleList):
 
         def multiply(local: str, activations: torch.Tensor) -> torch.Tensor | None:
             layers = [self[expert][local] for expert in routed]  # type: ignore[index]
-            described = [(layer.packed_tensors(), layer.weight_format) for layer in layers]
+            described = [(layer.onloaded_tensors(), layer.weight_format) for layer in layers]
             return layers[0].kernel.grouped_linear(activations, counts.tolist(), described)
 
         rows = hidden_states[token]

@@ -11,7 +11,7 @@ import torch
 
 from hfq.checkpoint import Reader
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.tensor_spec import DTYPE_BITS, Segment, TensorInfo, row_layout
+from hfq.tensor_spec import DTYPE_BITS, Segment, TensorInfo, segment_layout
 
 __all__ = ["FlatBuffer", "is_mappable", "map_tensors", "map_tensor", "read_tensor"]
 
@@ -47,7 +47,7 @@ class FlatBuffer:
 
 def flat_layout(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, Segment], int]:
     """Where each of a module's tensors lies in an arena, and the arena's bytes."""
-    return row_layout((name, info.dtype, info.shape) for name, info in infos.items())
+    return segment_layout((name, info.dtype, info.shape) for name, info in infos.items())
 
 
 def is_mappable(infos: Mapping[str, TensorInfo]) -> bool:

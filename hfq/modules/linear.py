@@ -103,9 +103,9 @@ def _where_it_computes(
     """The kernel, and the layer's tensors and the values on one device: that of the values, or that where the
     layer rests.
     """
-    home = module.on_cpu
-    if home is not None and home.is_chosen(module, values):
-        tensors = module.resting_tensors()
-        home.cpu_forwards += 1
+    execution = module.on_cpu
+    if execution is not None and execution.is_chosen(module, values):
+        tensors = module.stored_tensors()
+        execution.cpu_forwards += 1
         return module.kernel, tensors, values.to(next(iter(tensors.values())).device)
-    return module.kernel if values.is_cpu else module.accelerated, module.packed_tensors(), values
+    return module.kernel if values.is_cpu else module.accelerated, module.onloaded_tensors(), values

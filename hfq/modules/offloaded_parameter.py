@@ -77,27 +77,27 @@ class OffloadedParameter(nn.Parameter):
 
     Attributes:
         name: Its name, for messages.
-        brought_to: Where its values are lent; None until a streamer has it.
+        onload_device: Where its values are lent; None until a streamer has it.
     """
 
     name: str = "A parameter"
-    brought_to: torch.device | None = None
+    onload_device: torch.device | None = None
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where its values are lent: code that takes an input to its weight takes it there. `is_meta` says
         where they rest.
         """
-        return self.brought_to or torch.device("meta")
+        return self.onload_device or torch.device("meta")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _MOVES and isinstance(args[0], cls) and args[0].brought_to is not None:
+        if func in _MOVES and isinstance(args[0], cls) and args[0].onload_device is not None:
             return _moved(args[0], func, args, kwargs or {})
         return _guarded(func, args, kwargs or {})
 
 
-class AwayValues(torch.Tensor):
+class OffloadedValues(torch.Tensor):
     """What was made of an `OffloadedParameter`, on meta: a view, a transpose, a sum. Computing with it is an
     error, too.
     """
@@ -116,14 +116,14 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
         PlacementError: The function computes with the weight.
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    away = next(leaf for leaf in tensors if isinstance(leaf, (OffloadedParameter, AwayValues)))
+    away = next(leaf for leaf in tensors if isinstance(leaf, (OffloadedParameter, OffloadedValues)))
     is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in (
         "__set__",
         "__delete__",
         "__deepcopy__",
     )
     with torch._C.DisableTorchFunctionSubclass():
-        is_moved = func in _MOVES and isinstance(args[0], AwayValues)
+        is_moved = func in _MOVES and isinstance(args[0], OffloadedValues)
         if func in _COMPUTES or is_moved or (not is_plain and any(not leaf.is_meta for leaf in tensors)):
             raise _not_here(func, away.name)
         result = func(*args, **kwargs)
@@ -141,7 +141,7 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
 def _guard(leaf: Any, name: str) -> Any:
     if type(leaf) is not torch.Tensor or not leaf.is_meta:
         return leaf
-    values = leaf.as_subclass(AwayValues)
+    values = leaf.as_subclass(OffloadedValues)
     values.name = name
     return values
 
@@ -188,6 +188,6 @@ def _moved(parameter: OffloadedParameter, func: Any, args: Any, kwargs: Any) -> 
     if func is torch.Tensor.to:
         device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
     if device is not None and device.type != "meta":
-        check_stays(parameter.name, parameter.brought_to, device)  # type: ignore[arg-type]
+        check_stays(parameter.name, parameter.onload_device, device)  # type: ignore[arg-type]
     with torch._C.DisableTorchFunctionSubclass():
         return parameter if dtype is None else parameter.to(dtype)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["QuantizedModule"]
 
-_ARENA = "flat_buffer"
+_FLAT = "flat_buffer"
 _RESERVED = (
-    _ARENA,
+    _FLAT,
     "kernel",
     "accelerated",
     "scheme",
@@ -75,11 +75,11 @@ class QuantizedModule(nn.Module):
         self._segments: Mapping[str, Segment] | None = None
         self._is_gathered: Callable[[], bool] | None = None
         self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
-        self._resting: TensorCache | None = None
+        self._cache: TensorCache | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
-        self.is_away = False  # whether it is fetched for every forward, wherever it rests
-        self.brought_to: torch.device | None = (
+        self.is_offloaded = False  # whether it is fetched for every forward, wherever it rests
+        self.onload_device: torch.device | None = (
             None  # where a streamer brings it; None where it computes where it rests
         )
         self.on_cpu: CpuExecution | None = (
@@ -94,7 +94,7 @@ class QuantizedModule(nn.Module):
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keeps these tensors, zero-copy, as frozen parameters under their on-disk names."""
         self._parameters.clear()
-        self._segments = self._is_gathered = self._resting = None
+        self._segments = self._is_gathered = self._cache = None
         for local, tensor in tensors.items():
             self._parameters[self._attributes[local]] = _frozen(tensor)
 
@@ -103,8 +103,8 @@ class QuantizedModule(nn.Module):
         self._parameters.clear()
         self._segments = row.segments
         self._is_gathered = None
-        self._resting = None
-        self._parameters[_ARENA] = _frozen(row.buffer)
+        self._cache = None
+        self._parameters[_FLAT] = _frozen(row.buffer)
 
     def hold_shard(
         self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]
@@ -121,8 +121,8 @@ class QuantizedModule(nn.Module):
         self._parameters.clear()
         self._segments = segments
         self._is_gathered = is_gathered
-        self._resting = None
-        self._parameters[_ARENA] = parameter
+        self._cache = None
+        self._parameters[_FLAT] = parameter
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lends the module tensors to compute with until `offload`, in this thread alone."""
@@ -132,19 +132,19 @@ class QuantizedModule(nn.Module):
         """Takes back what `onload` lent."""
         self._onloaded = None
 
-    def packed_tensors(self) -> Mapping[str, torch.Tensor]:
+    def onloaded_tensors(self) -> Mapping[str, torch.Tensor]:
         """The module's tensors by local on-disk name, where they can be computed with.
 
         Raises:
             PlacementError: The module rests elsewhere and was not onloaded.
         """
-        lent = self._onloaded
-        if lent is not None and lent[0] == threading.get_ident():
-            return lent[1]
-        resting = self._resting
-        found = None if resting is None else resting.find(self._parameters)
-        tensors, is_meta = found or self._find_resting()
-        if self.fetch is not None and (self.is_away or is_meta):
+        loaned = self._onloaded
+        if loaned is not None and loaned[0] == threading.get_ident():
+            return loaned[1]
+        cache = self._cache
+        found = None if cache is None else cache.find(self._parameters)
+        tensors, is_meta = found or self._find_stored()
+        if self.fetch is not None and (self.is_offloaded or is_meta):
             return self.fetch()
         if is_meta:
             raise PlacementError(
@@ -155,44 +155,44 @@ class QuantizedModule(nn.Module):
             )
         return tensors
 
-    def _find_resting(self) -> tuple[Mapping[str, torch.Tensor], bool]:
+    def _find_stored(self) -> tuple[Mapping[str, torch.Tensor], bool]:
         """The module's tensors where they rest, and whether any is on `meta`.
 
         They are kept until one is replaced or moves; those of a shard are for this call alone.
         """
-        resting = (
+        cache = (
             None if self._is_gathered is not None else TensorCache(self._parameters)
         )  # before the tensors: see there
         with torch.inference_mode(False):  # what is kept is used outside of it, too
-            tensors = self.resting_tensors()
-        self._resting, is_meta = resting, any(tensor.is_meta for tensor in tensors.values())
-        return (tensors, is_meta) if resting is None else resting.keep(tensors, is_meta)
+            tensors = self.stored_tensors()
+        self._cache, is_meta = cache, any(tensor.is_meta for tensor in tensors.values())
+        return (tensors, is_meta) if cache is None else cache.keep(tensors, is_meta)
 
-    def resting_tensors(self) -> dict[str, torch.Tensor]:
+    def stored_tensors(self) -> dict[str, torch.Tensor]:
         """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in
         the shards of ranks.
         """
         if self._is_gathered is not None and not self._is_gathered():
             return {local: _on_meta(info) for local, info in self.infos.items()}
         if self._is_gathered is not None and self._segments is not None:
-            row = self._parameters[_ARENA].data.view(torch.uint8)  # type: ignore[union-attr]
+            row = self._parameters[_FLAT].data.view(torch.uint8)  # type: ignore[union-attr]
             return FlatBuffer(row, self._segments).tensors()
         if self._segments is not None:
-            return FlatBuffer(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
+            return FlatBuffer(self._parameters[_FLAT].data, self._segments).tensors()  # type: ignore[union-attr]
         held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
 
     @property
-    def held_as(self) -> str:
+    def storage_kind(self) -> str:
         """How its tensors are held: `tensors` one by one, or a `row`, or a row's `shard`."""
         if self._is_gathered is not None:
             return "shard"
-        return "row" if self._segments is not None else "tensors"
+        return "flat_buffer" if self._segments is not None else "tensors"
 
     @property
     def compute_device(self) -> torch.device:
         """Where the module computes, wherever it rests."""
-        return self.brought_to or next(
+        return self.onload_device or next(
             parameter.device for parameter in self._parameters.values() if parameter is not None
         )
 
@@ -214,11 +214,11 @@ class QuantizedModule(nn.Module):
         """The bias in the model's dtype, if any: a copy, since transformers' initialisation may write to it
         (SigLIP's does).
         """
-        stored = self.resting_tensors().get("bias")
+        stored = self.stored_tensors().get("bias")
         if stored is None:
             return None
         if self.fetch is not None:
-            stored = self.packed_tensors()["bias"]
+            stored = self.onloaded_tensors()["bias"]
         bias = stored.to(self.dtype, copy=True)
         bias._is_hf_initialized = True  # type: ignore[attr-defined]
         return bias
@@ -227,12 +227,12 @@ class QuantizedModule(nn.Module):
         """The weight in the model's dtype, as the module that was replaced held it; on meta as long as
         nothing is loaded.
         """
-        is_away = any(tensor.is_meta for tensor in self.resting_tensors().values())
-        if is_away and self.fetch is None and self._is_gathered is None:
+        is_offloaded = any(tensor.is_meta for tensor in self.stored_tensors().values())
+        if is_offloaded and self.fetch is None and self._is_gathered is None:
             weight = self._blank_weight()
         else:
             try:
-                weight = self.weight_format.dequantize(self.packed_tensors(), self.dtype)
+                weight = self.weight_format.dequantize(self.onloaded_tensors(), self.dtype)
             except PlacementError:
                 if self._is_gathered is None:
                     raise
@@ -256,12 +256,12 @@ class QuantizedModule(nn.Module):
         """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype
         touches.
         """
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.brought_to))
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.onload_device))
         self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
         if self._is_gathered is not None:
             return self  # where a shard rests is settled by ZeRO
-        if self.brought_to is not None:
-            check_stays(self.name, self.brought_to, probe.device)
+        if self.onload_device is not None:
+            check_stays(self.name, self.onload_device, probe.device)
             return self
         for local, parameter in self._parameters.items():
             if parameter is None:
@@ -276,7 +276,7 @@ class QuantizedModule(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for local, tensor in self.resting_tensors().items():
+        for local, tensor in self.stored_tensors().items():
             destination[prefix + local] = tensor
 
     def _load_from_state_dict(
@@ -289,7 +289,7 @@ class QuantizedModule(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        tensors = self.resting_tensors()
+        tensors = self.stored_tensors()
         for local, tensor in tensors.items():
             found = state_dict.get(prefix + local)
             if found is None:

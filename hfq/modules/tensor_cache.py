@@ -72,10 +72,10 @@ class TensorCache:
         return type(None), ()  # a copy of the module finds its own
 
 
-def _forget(resting: weakref.ref[TensorCache], _: object) -> None:
+def _forget(cache: weakref.ref[TensorCache], _: object) -> None:
     """Lets go of the tensors with a parameter that is gone: they would keep its memory, until a next call or
     for ever.
     """
-    alive = resting()
+    alive = cache()
     if alive is not None:
         alive._found = None

@@ -33,7 +33,7 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     names: list[str] = []
     events: list[dict[str, Any]] = []
     for track in dict.fromkeys(_TRACKS.values()):
-        in_track = [span for span in ordered if _TRACKS[span.lane] == track]
+        in_track = [span for span in ordered if _TRACKS[span.track] == track]
         levels = overlap_levels(in_track)
         for span, level in zip(in_track, levels, strict=True):
             events.append(_complete_event(span, ordered[0].start, thread_id=len(names) + level + 1))
@@ -49,8 +49,8 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
 def _complete_event(span: Span, origin: float, thread_id: int) -> dict[str, Any]:
     start, end = _microseconds(span.start - origin), _microseconds(span.end - origin)
     return {
-        "name": span.name or span.lane,
-        "cat": span.lane,
+        "name": span.name or span.track,
+        "cat": span.track,
         "ph": "X",
         "ts": start,
         "dur": end - start,

@@ -41,7 +41,7 @@ class HostClock:
 class CudaClock:
     """CUDA events with their times.
 
-    Written after the CUDA programming model, as `lane.CudaCopyStream` is; it has not run on a GPU.
+    Written after the CUDA programming model, as `track.CudaCopyStream` is; it has not run on a GPU.
 
     Args:
         device: The device that computes.

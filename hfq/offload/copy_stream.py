@@ -1,4 +1,4 @@
-"""The lane to an accelerator: copies from pinned host memory, in order, beside what computes there."""
+"""The track to an accelerator: copies from pinned host memory, in order, beside what computes there."""
 
 from __future__ import annotations
 
@@ -144,5 +144,5 @@ class SynchronousCopyStream:
 
 
 def copy_stream_to(device: torch.device) -> CopyStream:
-    """The lane to a device."""
+    """The track to a device."""
     return CudaCopyStream(device) if device.type == "cuda" else SynchronousCopyStream(device)

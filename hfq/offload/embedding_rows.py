@@ -12,39 +12,39 @@ from torch import nn
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.offload.guards import no_copy, of_block
+from hfq.offload.guards import in_unit, no_copy
 from hfq.offload.reader_threads import Pool, Ticket
-from hfq.offload.unit import DenseParameter, OffloadUnit
+from hfq.offload.unit import OffloadUnit, UnquantizedParameter
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["RowTable", "can_read_rows", "is_table", "read_by_row"]
+__all__ = ["EmbeddingTable", "can_read_rows", "is_table", "read_rows_on_demand"]
 
-_ROWS_A_JOB = 64
+_ROWS_PER_JOB = 64
 
 
-class RowTable:
+class EmbeddingTable:
     """A table [rows, size] in a file; rows are cast to the dtype that the parameter has when they are looked
     up.
 
     Args:
         name: The module's name in the model, for messages.
-        slot: The table's place in the model, and where it is stored.
+        weight: The table's place in the model, and where it is stored.
         device: Where they are needed.
         files: Reads without read-ahead, which would read as many bytes as the table has.
         pool: Threads that read together where there are many rows.
     """
 
     def __init__(
-        self, name: str, slot: DenseParameter, device: torch.device, files: DirectFiles, pool: Pool
+        self, name: str, weight: UnquantizedParameter, device: torch.device, files: DirectFiles, pool: Pool
     ) -> None:
         self.name = name
-        self.info = slot.info
-        self._slot = slot
+        self.info = weight.info
+        self._weight = weight
         self._device = device
         self._files, self._pool = files, pool
-        self._row_nbytes = slot.info.nbytes // max(slot.info.shape[0], 1)
+        self._row_nbytes = weight.info.nbytes // max(weight.info.shape[0], 1)
 
-    def __deepcopy__(self, memo: dict) -> RowTable:
+    def __deepcopy__(self, memo: dict) -> EmbeddingTable:
         raise no_copy(f"{self.name}, whose rows are read from disk")
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -64,9 +64,9 @@ class RowTable:
                 fix="check the tokenizer against the checkpoint",
             )
         try:
-            rows = self._read(numbers).to(self._device, self._slot.dtype)
+            rows = self._read(numbers).to(self._device, self._weight.dtype)
         except CheckpointError as error:
-            raise of_block(error, self.name) from error
+            raise in_unit(error, self.name) from error
         return rows[places.to(self._device)].view(*tokens.shape, self.info.shape[1])
 
     def _read(self, numbers: list[int]) -> torch.Tensor:
@@ -74,25 +74,25 @@ class RowTable:
         memory = memoryview(rows.view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]
 
         def job(first: int) -> None:
-            for index in range(first, min(first + _ROWS_A_JOB, len(numbers))):
+            for index in range(first, min(first + _ROWS_PER_JOB, len(numbers))):
                 start = self.info.range.offset + numbers[index] * self._row_nbytes
                 target = memory[index * self._row_nbytes : (index + 1) * self._row_nbytes]
                 self._files.read_scattered(ByteRange(self.info.range.file, start, self._row_nbytes), target)
 
-        if len(numbers) <= _ROWS_A_JOB:
+        if len(numbers) <= _ROWS_PER_JOB:
             job(0)
         else:
-            jobs = [lambda first=first: job(first) for first in range(0, len(numbers), _ROWS_A_JOB)]
+            jobs = [lambda first=first: job(first) for first in range(0, len(numbers), _ROWS_PER_JOB)]
             self._pool.submit(Ticket(jobs)).wait()
         return rows
 
 
-class _ReadByRow(nn.Embedding):
+class _ReadsRowsOnDemand(nn.Embedding):
     """`nn.Embedding.forward` with a table in a file; stands behind a module's own class, so that
     `super().forward` finds it.
     """
 
-    hfq_table: RowTable
+    hfq_table: EmbeddingTable
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.hfq_table.look_up(input)
@@ -101,32 +101,32 @@ class _ReadByRow(nn.Embedding):
 def is_table(unit: OffloadUnit) -> bool:
     """Whether a block is an embedding alone, whose rows can be read one by one."""
     return (
-        not unit.packed
-        and len(unit.dense) == 1
-        and unit.dense[0].module is unit.module
-        and can_read_rows(unit.dense[0])
+        not unit.quantized
+        and len(unit.unquantized) == 1
+        and unit.unquantized[0].module is unit.module
+        and can_read_rows(unit.unquantized[0])
     )
 
 
-def can_read_rows(slot: DenseParameter) -> bool:
+def can_read_rows(weight: UnquantizedParameter) -> bool:
     """Whether a parameter is the table of an embedding that only looks rows up, itself or by
     `super().forward`.
     """
-    module = slot.module
-    if not isinstance(module, nn.Embedding) or slot.local != "weight" or module.max_norm is not None:
+    module = weight.module
+    if not isinstance(module, nn.Embedding) or weight.local != "weight" or module.max_norm is not None:
         return False
     own = type(module).__mro__[: type(module).__mro__.index(nn.Embedding)]
     forwards = [vars(cls)["forward"] for cls in own if "forward" in vars(cls)]
     codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
     names = {name for code in codes for name in getattr(code, "co_names", ("weight",))}
-    is_plain = len(slot.info.shape) == 2 and slot.info.shape[0] == module.num_embeddings
+    is_plain = len(weight.info.shape) == 2 and weight.info.shape[0] == module.num_embeddings
     return is_plain and "weight" not in names and len(module._parameters) == 1
 
 
-def read_by_row(slot: DenseParameter, table: RowTable) -> None:
+def read_rows_on_demand(weight: UnquantizedParameter, table: EmbeddingTable) -> None:
     """Makes an embedding look its rows up in a file; its class keeps its name."""
-    cls = type(slot.module)
-    bases = (_ReadByRow,) if cls is nn.Embedding else (cls, _ReadByRow)
+    cls = type(weight.module)
+    bases = (_ReadsRowsOnDemand,) if cls is nn.Embedding else (cls, _ReadsRowsOnDemand)
     own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    slot.module.__class__ = type(cls.__name__, bases, own)
-    slot.module.hfq_table = table  # type: ignore[assignment]
+    weight.module.__class__ = type(cls.__name__, bases, own)
+    weight.module.hfq_table = table  # type: ignore[assignment]

@@ -52,8 +52,8 @@ class ExpertCache:
     def serve(self, module: QuantizedModule, device: torch.device) -> None:
         """Has a module fetch its row here for every forward, and compute on this device."""
         module.fetch = functools.partial(self.fetch, module)
-        module.is_away = True
-        module.brought_to = device
+        module.is_offloaded = True
+        module.onload_device = device
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
         """Begins to read the modules that are not there, as many as the budget holds, in the order of their
@@ -72,7 +72,7 @@ class ExpertCache:
                 if ticket is None or (
                     ticket.is_done() and ticket.error is not None
                 ):  # what failed is tried again
-                    ticket = Ticket([functools.partial(self._bring, module)])
+                    ticket = Ticket([functools.partial(self._onload, module)])
                     self._reading[module] = self._pool.submit(ticket)
 
     def fetch(self, module: QuantizedModule) -> Row:
@@ -97,7 +97,7 @@ class ExpertCache:
         self._lock = threading.Lock()
         self._reading.clear()
 
-    def _bring(self, module: QuantizedModule) -> None:
+    def _onload(self, module: QuantizedModule) -> None:
         self._keep(module, self._read(module))
 
     def _keep(self, module: QuantizedModule, row: Row) -> None:

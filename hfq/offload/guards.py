@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from hfq.errors import HfqError, PlacementError, SetupError
 
-__all__ = ["no_copy", "of_block", "own_outputs", "refuse_meta"]
+__all__ = ["no_copy", "in_unit", "own_outputs", "refuse_meta"]
 
 
 def refuse_meta(name: str, inputs: Sequence[object]) -> None:
@@ -32,25 +32,25 @@ def refuse_meta(name: str, inputs: Sequence[object]) -> None:
         )
 
 
-def own_outputs(outputs: Any, region: torch.Tensor) -> Any:
+def own_outputs(outputs: Any, buffer: torch.Tensor) -> Any:
     """The outputs of a block, copied where they are views of its region, which another block will
     overwrite.
     """
-    own = region.untyped_storage().data_ptr()
+    own = buffer.untyped_storage().data_ptr()
 
     def is_view(value: Any) -> bool:
         return (
             isinstance(value, torch.Tensor)
-            and value.device == region.device
+            and value.device == buffer.device
             and value.untyped_storage().data_ptr() == own
         )
 
-    if region.numel() and any(is_view(leaf) for leaf in _pytree.tree_leaves(outputs)):
+    if buffer.numel() and any(is_view(leaf) for leaf in _pytree.tree_leaves(outputs)):
         return _pytree.tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, outputs)
     return outputs
 
 
-def of_block(error: HfqError, name: str) -> HfqError:
+def in_unit(error: HfqError, name: str) -> HfqError:
     """The same error, with the name of the block that needed the bytes."""
     fields = {
         key: getattr(error, key) for key in ("fix", "file", "tensor", "rank", "expected", "found", "problems")

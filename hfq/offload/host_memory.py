@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["HUGE_PAGE", "huge_buffer", "huge_page_nbytes", "touches_rings", "untouched_rings"]
+__all__ = ["HUGE_PAGE", "huge_buffer", "huge_page_nbytes", "touches_buffers", "untouched_buffers"]
 
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
@@ -63,7 +63,7 @@ def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
 
 
 @contextlib.contextmanager
-def untouched_rings() -> Iterator[None]:
+def untouched_buffers() -> Iterator[None]:
     """Rings on the host that are made within take memory as they are used: for models whose blocks are
     brought by other means.
     """
@@ -74,6 +74,6 @@ def untouched_rings() -> Iterator[None]:
         _TOUCHES.reset(token)
 
 
-def touches_rings() -> bool:
+def touches_buffers() -> bool:
     """Whether a ring takes all of its memory when it is made."""
     return _TOUCHES.get()

@@ -68,7 +68,7 @@ class Worker:
         self._thread = threading.Thread(
             target=self._context.run, args=(self._run,), name=f"hfq-lockstep-{index}", daemon=True
         )
-        self._region: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._is_cancelled = False
         self.waits_for: int | None = None
         self.depth = 0  # how many blocks it is within
@@ -81,9 +81,9 @@ class Worker:
         self._thread.start()
         self._back.acquire()
 
-    def resume(self, region: torch.Tensor) -> None:
+    def resume(self, buffer: torch.Tensor) -> None:
         """Gives the job its block, and runs until it needs another, or is done."""
-        self._region, self.waits_for = region, None
+        self._buffer, self.waits_for = buffer, None
         self._go.release()
         self._back.acquire()
 
@@ -100,12 +100,12 @@ class Worker:
             self.waits_for = index
             self._back.release()
             self._go.acquire()
-        if self._is_cancelled or self._region is None:
+        if self._is_cancelled or self._buffer is None:
             raise _Cancelled
-        region, self._region = self._region, None
+        buffer, self._buffer = self._buffer, None
         self.depth += 1
         try:
-            return use(region)
+            return use(buffer)
         finally:
             self.depth -= 1
 
@@ -183,22 +183,22 @@ def _serve(offloader: Offloader, workers: Sequence[Worker]) -> None:
     it.
     """
     wanted = {worker.waits_for for worker in workers if worker.waits_for is not None}
-    expected = offloader.schedule.expected(len(offloader.units))
+    expected = offloader.prefetch_order.expected(len(offloader.units))
     index = next((unit for unit in expected if unit in wanted), None)
     index = min(wanted) if index is None else index
 
-    def let_all_through(region: torch.Tensor) -> None:
+    def let_all_through(buffer: torch.Tensor) -> None:
         for worker in [worker for worker in workers if worker.waits_for == index]:
-            _let_through(offloader, worker, region)
+            _let_through(offloader, worker, buffer)
 
     offloader.within(index, let_all_through)
 
 
-def _let_through(offloader: Offloader, worker: Worker, region: torch.Tensor) -> None:
+def _let_through(offloader: Offloader, worker: Worker, buffer: torch.Tensor) -> None:
     """Lets a job through a block, and through the blocks within it while the outer one keeps its region."""
     outside = worker.depth
     try:
-        worker.resume(region)
+        worker.resume(buffer)
         _check(worker)
         while worker.depth > outside and worker.waits_for is not None:
             offloader.within(worker.waits_for, functools.partial(_let_through, offloader, worker))

@@ -13,7 +13,7 @@ from hfq.offload.buffer_allocator import BufferAllocator
 from hfq.offload.byte_source import CHUNK_NBYTES, Source
 from hfq.offload.clock import Clock, HostClock
 from hfq.offload.copy_stream import CopyStream
-from hfq.offload.host_memory import huge_buffer, touches_rings
+from hfq.offload.host_memory import huge_buffer, touches_buffers
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.recorder import Recorder
 from hfq.offload.unit_layout import PAGE, Run, UnitLayout
@@ -49,8 +49,10 @@ class OffloadBuffers(ABC):
         self.source = source
         self.pool = pool
         self._make = make
-        self.ring = BufferAllocator(buffer_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
-        self.buffer = make(self.ring.nbytes)
+        self.allocator = BufferAllocator(
+            buffer_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes)
+        )
+        self.buffer = make(self.allocator.nbytes)
         self._tickets: dict[int, Ticket] = {}
         self.recorder: Recorder | None = None
 
@@ -70,12 +72,12 @@ class OffloadBuffers(ABC):
         if self._is_started(unit):
             return True
         nbytes = self.layouts[unit].nbytes
-        found = self.ring.find(unit, nbytes, kept)
+        found = self.allocator.find(unit, nbytes, kept)
         if found is None:
             return False
         for other in {*found[1], unit}:  # one step at a time: an interrupt may come at any
             self.drop(other)
-        self.ring.give(unit, found[0], nbytes)
+        self.allocator.give(unit, found[0], nbytes)
         ticket = self._tickets[unit] = self._fill(
             unit, self._region(unit)
         )  # known before anybody writes there
@@ -107,18 +109,18 @@ class OffloadBuffers(ABC):
             raise
         return self._region(unit)
 
-    def take_apart(self, unit: int) -> torch.Tensor:
+    def check_out(self, unit: int) -> torch.Tensor:
         """A block in memory of its own, for one that has no room in the ring because another computes around
         it.
         """
-        region = self._make(self.layouts[unit].nbytes)
-        ticket = self.pool.submit(self._fill(unit, region))
+        buffer = self._make(self.layouts[unit].nbytes)
+        ticket = self.pool.submit(self._fill(unit, buffer))
         try:
             ticket.wait()
         except BaseException:
             ticket.cancel()
             raise
-        return region
+        return buffer
 
     @abstractmethod
     def give_back(self, unit: int) -> None:
@@ -130,7 +132,7 @@ class OffloadBuffers(ABC):
             self._tickets[unit].cancel()
             self._lost(unit)
             del self._tickets[unit]
-        self.ring.forget(unit)
+        self.allocator.forget(unit)
 
     def record(self) -> None:
         """Takes the checksum of every chunk of every block."""
@@ -147,14 +149,14 @@ class OffloadBuffers(ABC):
     def reset(self) -> None:
         """Forgets everything without waiting: in the child of a fork nobody reads any more."""
         self._tickets.clear()
-        self.ring.clear()
+        self.allocator.clear()
 
     def _is_started(self, unit: int) -> bool:
         ticket = self._tickets.get(unit)  # what failed ahead of its time is read again
         return ticket is not None and not ticket.is_cancelled and ticket.error is None
 
     def _region(self, unit: int) -> torch.Tensor:
-        offset = self.ring.place_of(unit) or 0
+        offset = self.allocator.place_of(unit) or 0
         return self.buffer[offset : offset + self.layouts[unit].nbytes]
 
     @abstractmethod
@@ -162,7 +164,7 @@ class OffloadBuffers(ABC):
         """The region of a block is about to be given to another; nobody fills it any more."""
 
     @abstractmethod
-    def _fill(self, unit: int, region: torch.Tensor) -> Ticket:
+    def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
         """The jobs that fill a region."""
 
 
@@ -176,7 +178,7 @@ class HostBuffers(OffloadBuffers):
             layouts,
             source,
             pool,
-            functools.partial(huge_buffer, is_touched=touches_rings()),
+            functools.partial(huge_buffer, is_touched=touches_buffers()),
             read_ahead_nbytes,
         )
 
@@ -186,12 +188,12 @@ class HostBuffers(OffloadBuffers):
     def _lost(self, unit: int) -> None:
         """Nothing follows: nobody else has written to it."""
 
-    def _fill(self, unit: int, region: torch.Tensor) -> Ticket:
-        layout, memory = self.layouts[unit], _memory(region)
+    def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
+        layout, memory = self.layouts[unit], _memory(buffer)
 
         def align() -> None:
             for source, target, nbytes in layout.copies:
-                region[target : target + nbytes] = region[source : source + nbytes]
+                buffer[target : target + nbytes] = buffer[source : source + nbytes]
 
         jobs = [_reading(self.source, run, memory) for run in layout.runs]
         return Ticket([job for jobs_of_run in jobs for job in jobs_of_run], align)
@@ -208,7 +210,7 @@ class AcceleratorBuffers(OffloadBuffers):
         layouts: The layout of each block.
         source: Reads the checkpoint.
         pool: The reader threads.
-        lane: Copies to the accelerator.
+        copy_stream: Copies to the accelerator.
         resident: The blocks that rest in host memory.
         read_ahead_nbytes: How much may be read beyond the next block, on the device and on the host.
     """
@@ -218,16 +220,16 @@ class AcceleratorBuffers(OffloadBuffers):
         layouts: Sequence[UnitLayout],
         source: Source,
         pool: Pool,
-        lane: CopyStream,
+        copy_stream: CopyStream,
         resident: Collection[int] = (),
         read_ahead_nbytes: int = 0,
     ) -> None:
-        super().__init__(layouts, source, pool, lane.empty, read_ahead_nbytes)
-        self._lane = lane
+        super().__init__(layouts, source, pool, copy_stream.empty, read_ahead_nbytes)
+        self._copy_stream = copy_stream
         read = [layout.nbytes for index, layout in enumerate(layouts) if index not in resident]
         self._host = BufferAllocator(buffer_nbytes(read, read_ahead_nbytes))
-        self._staging = lane.pin(huge_buffer(self._host.nbytes, is_touched=True))
-        self._resident = {index: lane.pin(self._read_once(layouts[index])) for index in resident}
+        self._staging = copy_stream.pin(huge_buffer(self._host.nbytes, is_touched=True))
+        self._resident = {index: copy_stream.pin(self._read_once(layouts[index])) for index in resident}
         self._copied: dict[int, object] = {}
         self._computed: dict[int, object] = {}
 
@@ -241,24 +243,24 @@ class AcceleratorBuffers(OffloadBuffers):
         return sum(memory.numel() for memory in self._resident.values())
 
     def clock(self) -> Clock:
-        return self._lane.clock()
+        return self._copy_stream.clock()
 
     def start_ahead(self, unit: int, kept: Collection[int]) -> bool:
         can_read = self._is_started(unit) or unit in self._resident or self._find_staging(unit) is not None
         return can_read and self.start(unit, kept)
 
     def take(self, unit: int) -> torch.Tensor:
-        region = super().take(unit)
-        self._lane.compute_after(self._copied[unit])
-        return region
+        buffer = super().take(unit)
+        self._copy_stream.compute_after(self._copied[unit])
+        return buffer
 
-    def take_apart(self, unit: int) -> torch.Tensor:
-        region = super().take_apart(unit)
-        self._lane.compute_after(self._copied[unit])
-        return region
+    def check_out(self, unit: int) -> torch.Tensor:
+        buffer = super().check_out(unit)
+        self._copy_stream.compute_after(self._copied[unit])
+        return buffer
 
     def give_back(self, unit: int) -> None:
-        self._computed[unit] = self._lane.mark_compute()
+        self._computed[unit] = self._copy_stream.mark_compute()
 
     def reset(self) -> None:
         super().reset()
@@ -266,26 +268,26 @@ class AcceleratorBuffers(OffloadBuffers):
 
     def _lost(self, unit: int) -> None:
         self._copied[unit] = (
-            self._lane.mark()
+            self._copy_stream.mark()
         )  # also after the copies of a ticket that was cancelled half-way
         if unit in self._computed:
-            self._lane.copy_after(self._computed.pop(unit))
+            self._copy_stream.copy_after(self._computed.pop(unit))
 
-    def _fill(self, unit: int, region: torch.Tensor) -> Ticket:
-        layout, lane = self.layouts[unit], self._lane
+    def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
+        layout, copy_stream = self.layouts[unit], self._copy_stream
 
         def finish() -> None:
             for source, target, nbytes in layout.copies:
-                self._copy(unit, region[target : target + nbytes], region[source : source + nbytes])
-            self._copied[unit] = lane.mark()
+                self._copy(unit, buffer[target : target + nbytes], buffer[source : source + nbytes])
+            self._copied[unit] = copy_stream.mark()
 
         if unit in self._resident:
-            return Ticket([lambda: self._copy(unit, region, self._resident[unit])], finish)
+            return Ticket([lambda: self._copy(unit, buffer, self._resident[unit])], finish)
         staging = self._staging_for(unit)
         memory, jobs = _memory(staging), []
         for run in layout.runs:
             for wanted, offset in run.chunks(CHUNK_NBYTES):
-                jobs.append(self._moving(unit, wanted, offset, staging, memory, region))
+                jobs.append(self._moving(unit, wanted, offset, staging, memory, buffer))
         return Ticket(jobs, finish)
 
     def _moving(
@@ -295,12 +297,12 @@ class AcceleratorBuffers(OffloadBuffers):
         offset: int,
         staging: torch.Tensor,
         memory: memoryview,
-        region: torch.Tensor,
+        buffer: torch.Tensor,
     ) -> Callable[[], None]:
         def job() -> None:
             self.source.read(wanted, memory[offset:])
             self._copy(
-                unit, region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes]
+                unit, buffer[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes]
             )
 
         return job
@@ -308,7 +310,7 @@ class AcceleratorBuffers(OffloadBuffers):
     def _copy(self, unit: int, target: torch.Tensor, source: torch.Tensor) -> None:
         recorder = self.recorder
         with contextlib.nullcontext() if recorder is None else recorder.copying(unit, target.numel()):
-            self._lane.copy(target, source)
+            self._copy_stream.copy(target, source)
 
     def _staging_for(self, unit: int) -> torch.Tensor:
         """Host memory to read to, from which nothing is copied any more."""
@@ -316,7 +318,7 @@ class AcceleratorBuffers(OffloadBuffers):
         if found is None:
             return huge_buffer(nbytes)
         for other in {*found[1], unit} & self._copied.keys():
-            self._lane.synchronize(self._copied[other])
+            self._copy_stream.synchronize(self._copied[other])
         for other in found[1]:
             self._host.forget(other)
         self._host.give(unit, found[0], nbytes)
@@ -333,8 +335,8 @@ class AcceleratorBuffers(OffloadBuffers):
         return memory
 
 
-def _memory(region: torch.Tensor) -> memoryview:
-    return memoryview(region.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
+def _memory(buffer: torch.Tensor) -> memoryview:
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
 
 
 def _reading(source: Source, run: Run, memory: memoryview) -> list[Callable[[], None]]:

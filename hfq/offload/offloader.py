@@ -26,15 +26,22 @@ from hfq.modules.flat_buffer import FlatBuffer, read_tensor
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
-from hfq.offload.embedding_rows import RowTable, is_table, read_by_row
+from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
 from hfq.offload.expert_cache import ExpertCache, cache_nbytes
-from hfq.offload.guards import no_copy, of_block, own_outputs, refuse_meta
+from hfq.offload.guards import in_unit, no_copy, own_outputs, refuse_meta
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
 from hfq.offload.prefetch_order import PrefetchOrder
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder
-from hfq.offload.unit import Binding, DenseParameter, OffloadUnit, is_on_disk, owners_within, rests_on_disk
+from hfq.offload.unit import (
+    Binding,
+    OffloadUnit,
+    UnquantizedParameter,
+    is_on_disk,
+    is_unit_on_disk,
+    owners_within,
+)
 from hfq.offload.unit_layout import UnitLayout, lay_out
 from hfq.placement.budget import READ_AHEAD_NBYTES
 
@@ -81,7 +88,7 @@ class Offloader:
         root: The whole model: its forward is one pass over the blocks.
 
     Attributes:
-        schedule: The order of the blocks, and how often it was wrong.
+        prefetch_order: The order of the blocks, and how often it was wrong.
         lock: Held by the thread that is within a block.
         stall_seconds: How long forwards waited for their block.
         buffer_overflows: How often a block had no room in the ring.
@@ -107,10 +114,10 @@ class Offloader:
         names = sorted({run.source.file for layout in layouts for run in layout.runs})
         self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
         self.pool = Pool(options.threads)
-        self.regions = self._make_regions(layouts)
-        ring, pairs = self.regions.buffer, zip(self.units, layouts, strict=True)
-        self._bindings = [Binding(unit, layout, self.device, ring) for unit, layout in pairs]
-        self.schedule = PrefetchOrder(range(len(self.units)))
+        self.buffers = self._make_buffers(layouts)
+        allocator, pairs = self.buffers.buffer, zip(self.units, layouts, strict=True)
+        self._bindings = [Binding(unit, layout, self.device, allocator) for unit, layout in pairs]
+        self.prefetch_order = PrefetchOrder(range(len(self.units)))
         self.lock = threading.RLock()
         self._in_use: tuple[int, ...] = ()
         self.stall_seconds = 0.0
@@ -147,32 +154,32 @@ class Offloader:
         with self.lock:
             outer = self._in_use
             try:
-                region = self._acquire(index)
+                buffer = self._acquire(index)
                 try:
-                    return use(region)
+                    return use(buffer)
                 finally:
                     self._release(index, outer)
             finally:
                 self._in_use = outer
 
-    def _make_regions(self, layouts: Sequence[UnitLayout]) -> OffloadBuffers:
+    def _make_buffers(self, layouts: Sequence[UnitLayout]) -> OffloadBuffers:
         if self.device.type == "cpu":
             return HostBuffers(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
-        resident = {index for index, unit in enumerate(self.units) if not rests_on_disk(unit)}
-        lane, read_ahead = copy_stream_to(self.device), self.options.read_ahead_nbytes
-        return AcceleratorBuffers(layouts, self.source, self.pool, lane, resident, read_ahead)
+        resident = {index for index, unit in enumerate(self.units) if not is_unit_on_disk(unit)}
+        copy_stream, read_ahead = copy_stream_to(self.device), self.options.read_ahead_nbytes
+        return AcceleratorBuffers(layouts, self.source, self.pool, copy_stream, resident, read_ahead)
 
     def _wrap_all(
         self, units: Sequence[OffloadUnit], on_demand: Sequence[QuantizedModule], root: nn.Module | None
     ) -> None:
         for index, unit in enumerate(self.units):
             self._wrap(index, unit)
-            for owner, slots in owners_within(unit).items():
-                self._wrap_owner(owner, slots)
-            for module in unit.packed:
+            for owner, weights in owners_within(unit).items():
+                self._wrap_owner(owner, weights)
+            for module in unit.quantized:
                 module.fetch = lambda module=module: self._read(module)
         for unit in units:
-            unit.bring_to(self.device)
+            unit.onload_to(self.device)
             if is_table(unit):
                 self._read_rows(unit)
         for module in on_demand:
@@ -187,30 +194,30 @@ class Offloader:
         def streamed(*args: Any, **kwargs: Any) -> Any:
             refuse_meta(unit.name, args)
 
-            def compute(region: torch.Tensor) -> Any:
-                return binding.during(region, lambda: own_outputs(forward(*args, **kwargs), region))
+            def compute(buffer: torch.Tensor) -> Any:
+                return binding.during(buffer, lambda: own_outputs(forward(*args, **kwargs), buffer))
 
             return (current_worker(self) or self).within(index, compute)
 
         unit.module.forward = streamed
 
-    def _wrap_owner(self, owner: nn.Module, slots: Sequence[DenseParameter]) -> None:
+    def _wrap_owner(self, owner: nn.Module, weights: Sequence[UnquantizedParameter]) -> None:
         forward = owner.forward
 
         @functools.wraps(forward)
-        def read_when_away(*args: Any, **kwargs: Any) -> Any:
-            resting = []
+        def read_when_offloaded(*args: Any, **kwargs: Any) -> Any:
+            offloaded = []
             try:
-                for slot in slots:
-                    if slot.is_away():
-                        value = read_tensor(self._reader, slot.info).to(self.device, slot.dtype)
-                        resting.append((slot, slot.give(value)))
+                for weight in weights:
+                    if weight.is_offloaded():
+                        value = read_tensor(self._reader, weight.info).to(self.device, weight.dtype)
+                        offloaded.append((weight, weight.give(value)))
                 return forward(*args, **kwargs)
             finally:
-                for slot, parameter in resting:
-                    slot.module._parameters[slot.local] = parameter
+                for weight, parameter in offloaded:
+                    weight.module._parameters[weight.local] = parameter
 
-        owner.forward = read_when_away
+        owner.forward = read_when_offloaded
 
     def _wrap_root(self, root: nn.Module) -> None:
         forward = root.forward
@@ -220,22 +227,24 @@ class Offloader:
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.source.choose()
-            self.schedule.begin()
+            self.prefetch_order.begin()
             is_complete = False
             try:
                 outputs = forward(*args, **kwargs)
                 is_complete = True
             finally:
-                self.schedule.end(is_complete)
+                self.prefetch_order.end(is_complete)
                 self.passes += is_complete
             return outputs
 
         root.forward = one_pass
 
     def _read_rows(self, unit: OffloadUnit) -> None:
-        slot = unit.dense[0]
-        read_by_row(slot, RowTable(unit.name, slot, self.device, self.source.files, self.pool))
-        forward = slot.module.forward
+        weight = unit.unquantized[0]
+        read_rows_on_demand(
+            weight, EmbeddingTable(unit.name, weight, self.device, self.source.files, self.pool)
+        )
+        forward = weight.module.forward
 
         @functools.wraps(forward)
         def looked_up(*args: Any, **kwargs: Any) -> Any:
@@ -244,25 +253,25 @@ class Offloader:
 
         # its reader threads end with it, and the table needs them
         looked_up.offloader = self  # type: ignore[attr-defined]
-        slot.module.forward = looked_up
+        weight.module.forward = looked_up
 
     def _acquire(self, index: int) -> torch.Tensor:
-        self.schedule.visit(index)
+        self.prefetch_order.visit(index)
         started = time.perf_counter()
         if index not in self._in_use:
             self._bindings[index].recover()
         try:
-            if index in self._in_use or not self.regions.start(index, self._in_use):
+            if index in self._in_use or not self.buffers.start(index, self._in_use):
                 self.buffer_overflows += 1
-                region = self.regions.take_apart(index)
+                buffer = self.buffers.check_out(index)
             else:
                 self._prefetch([*self._in_use, index])
-                region = self.regions.take(index)
+                buffer = self.buffers.take(index)
         except HfqError as error:
-            raise of_block(error, self.units[index].name) from error
+            raise in_unit(error, self.units[index].name) from error
         self._count_wait(index, started)
         self._in_use = (*self._in_use, index)
-        return region
+        return buffer
 
     def _count_wait(self, index: int, started: float) -> None:
         ended, recorder = time.perf_counter(), self.recorder
@@ -272,7 +281,7 @@ class Offloader:
 
     def _release(self, index: int, outer: tuple[int, ...]) -> None:
         self._in_use = outer
-        self.regions.give_back(index)
+        self.buffers.give_back(index)
         self._prefetch(outer)
 
     def _prefetch(self, kept: Sequence[int]) -> None:
@@ -281,8 +290,8 @@ class Offloader:
         """
         kept = list(kept)
         if self._finalizer.alive:
-            for index in self.schedule.expected(len(self.units)):
-                if not self.regions.start_ahead(index, kept):
+            for index in self.prefetch_order.expected(len(self.units)):
+                if not self.buffers.start_ahead(index, kept):
                     return
                 kept.append(index)
 
@@ -291,7 +300,7 @@ class Offloader:
         rests in memory.
         """
         if not is_on_disk(module):
-            return {local: tensor.to(self.device) for local, tensor in module.resting_tensors().items()}
+            return {local: tensor.to(self.device) for local, tensor in module.stored_tensors().items()}
         started, recorder = time.perf_counter(), self.recorder
         row = FlatBuffer.read(self._reader, module.infos)
         if recorder is not None:
@@ -311,14 +320,14 @@ class Offloader:
     def _record(self) -> None:
         """Takes the checksums of everything that is streamed, where reads are verified."""
         if self.source.is_verified:
-            self.regions.record()
+            self.buffers.record()
 
     def reset_after_fork(self) -> None:
         """The child of a fork has no reader threads, and does not know what they had read."""
         self.lock = threading.RLock()
         self._in_use = ()
         self.source.reset_after_fork()
-        self.regions.reset()
+        self.buffers.reset()
         self.experts.reset()
 
 

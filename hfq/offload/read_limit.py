@@ -33,13 +33,13 @@ def measure_limit(source: Source, layouts: Sequence[UnitLayout]) -> float | None
     memory, pool = memoryview(buffer.numpy()), Pool(_THREADS)  # type: ignore[arg-type]
     places = [memory[index * CHUNK_NBYTES : (index + 1) * CHUNK_NBYTES] for index in range(_THREADS)]
 
-    def lane(index: int) -> None:
+    def track(index: int) -> None:
         for chunk in wanted[index::_THREADS]:
             source.files.read_direct(chunk, places[index][: -(-chunk.nbytes // 4096) * 4096])
 
     started = time.perf_counter()
     try:
-        pool.submit(Ticket([functools.partial(lane, index) for index in range(_THREADS)])).wait()
+        pool.submit(Ticket([functools.partial(track, index) for index in range(_THREADS)])).wait()
     finally:
         pool.close()
     return sum(chunk.nbytes for chunk in wanted) / (time.perf_counter() - started)

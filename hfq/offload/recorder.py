@@ -39,17 +39,17 @@ class Recorder:
         self, clock: Clock, units: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None
     ) -> None:
         self._clock = clock
-        self._blocks = units
+        self._units = units
         self._chunks = chunks or {}
         self._began = time.perf_counter()
         self._notes: list[tuple[str, str, Any, Any, int]] = []
         self._copying = threading.Lock()
 
-    def note(self, lane: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
+    def note(self, track: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
         """Notes what took from one time of `time.perf_counter` to another; a block may be given by its
         number.
         """
-        self._notes.append((lane, unit if isinstance(unit, str) else self._blocks[unit], start, end, nbytes))
+        self._notes.append((track, unit if isinstance(unit, str) else self._units[unit], start, end, nbytes))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
         """Notes that a chunk was read."""
@@ -64,20 +64,20 @@ class Recorder:
         with self._copying:
             start = self._clock.stamp_copies()
             yield
-            self._notes.append(("copy", self._blocks[unit], start, self._clock.stamp_copies(), nbytes))
+            self._notes.append(("copy", self._units[unit], start, self._clock.stamp_copies(), nbytes))
 
     def computing(
-        self, unit: int | str, use: Callable[[torch.Tensor], T], lane: str = "compute"
+        self, unit: int | str, use: Callable[[torch.Tensor], T], track: str = "compute"
     ) -> Callable[[torch.Tensor], T]:
         """`use`, noted as what a block computes."""
-        name = unit if isinstance(unit, str) else self._blocks[unit]
+        name = unit if isinstance(unit, str) else self._units[unit]
 
         def noted(region: torch.Tensor) -> T:
             start = self.stamp()
             try:
                 return use(region)
             finally:
-                self.note_computed(lane, name, start)
+                self.note_computed(track, name, start)
 
         return noted
 
@@ -85,9 +85,9 @@ class Recorder:
         """A stamp of when all that was given to the device so far is computed."""
         return self._clock.stamp_compute()
 
-    def note_computed(self, lane: str, name: str, start: Any) -> None:
+    def note_computed(self, track: str, name: str, start: Any) -> None:
         """Notes what was given to the device since a stamp."""
-        self._notes.append((lane, name, start, self._clock.stamp_compute(), 0))
+        self._notes.append((track, name, start, self._clock.stamp_compute(), 0))
 
     def spans(self) -> list[Span]:
         """What was noted so far, by its start; waits for an accelerator to be done with it."""
@@ -96,8 +96,8 @@ class Recorder:
             return (stamp if isinstance(stamp, float) else self._clock.seconds(stamp)) - self._began
 
         found = [
-            Span(lane, name, seconds(start), seconds(end), nbytes)
-            for lane, name, start, end, nbytes in self._notes
+            Span(track, name, seconds(start), seconds(end), nbytes)
+            for track, name, start, end, nbytes in self._notes
         ]
         return sorted(found, key=lambda span: span.start)
 
@@ -118,14 +118,14 @@ def recording(offloader: Offloader) -> Iterator[Recorder]:
         )
     chunks = {
         wanted: index
-        for index, layout in enumerate(offloader.regions.layouts)
+        for index, layout in enumerate(offloader.buffers.layouts)
         for run in layout.runs
         for wanted, _ in run.chunks(CHUNK_NBYTES)
     }
-    recorder = Recorder(offloader.regions.clock(), [unit.name for unit in offloader.units], chunks)
-    offloader.recorder = offloader.regions.recorder = recorder
+    recorder = Recorder(offloader.buffers.clock(), [unit.name for unit in offloader.units], chunks)
+    offloader.recorder = offloader.buffers.recorder = recorder
     offloader.source.on_read = recorder.note_read
     try:
         yield recorder
     finally:
-        offloader.recorder = offloader.regions.recorder = offloader.source.on_read = None
+        offloader.recorder = offloader.buffers.recorder = offloader.source.on_read = None

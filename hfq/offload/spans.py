@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["LANES", "Span", "overlap_levels"]
+__all__ = ["TRACKS", "Span", "overlap_levels"]
 
-LANES = {
+TRACKS = {
     "pass": "a forward of the whole model",
     "read": "a reader thread reads",
     "copy": "bytes are copied to the accelerator",
@@ -23,14 +23,14 @@ class Span:
     """Something that took time.
 
     Attributes:
-        lane: A key of `LANES`.
+        track: A key of `TRACKS`.
         name: The block or module.
         start: Seconds since the recording began; negative where it had begun before.
         end: Seconds since the recording began.
         nbytes: The bytes that were read or copied.
     """
 
-    lane: str
+    track: str
     name: str
     start: float
     end: float

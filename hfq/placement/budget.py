@@ -32,19 +32,19 @@ class Unit:
             and so are the leaves outside of blocks (`other`, as a head or a norm); `experts` are fetched when
             they are routed to; of an `embedding` a few rows are read; what is `fixed` cannot leave the device
             that computes.
-        region_nbytes: Its bytes while it is streamed, where they differ: whole pages, in the dtype it is
+        buffer_nbytes: Its bytes while it is streamed, where they differ: whole pages, in the dtype it is
             stored in.
     """
 
     name: str
     nbytes: int
     kind: Kind
-    region_nbytes: int | None = None
+    buffer_nbytes: int | None = None
 
     @property
-    def streamed_nbytes(self) -> int:
+    def unit_onloaded_nbytes(self) -> int:
         """What it takes in the ring, and what each forward moves."""
-        return self.nbytes if self.region_nbytes is None else self.region_nbytes
+        return self.nbytes if self.buffer_nbytes is None else self.buffer_nbytes
 
     @property
     def is_offloaded(self) -> bool:
@@ -60,8 +60,8 @@ class Budget:
         devices: The home of each unit.
         main: The device that computes.
         capacities: The bytes that each home may hold; a home that is not there has no limit.
-        resting: The bytes that rest in each home.
-        rings: The bytes of the ring on each device that has one.
+        stored_nbytes: The bytes that rest in each home.
+        buffers: The bytes of the ring on each device that has one.
         expert_cache_nbytes: The bytes kept free on the main device for routed experts.
         onloaded_nbytes: The bytes that one forward streams to the main device.
         on_demand_nbytes: The bytes of the experts that rest elsewhere: the most that one forward fetches of
@@ -71,33 +71,33 @@ class Budget:
     devices: Mapping[str, str]
     main: str
     capacities: Mapping[str, int]
-    resting: Mapping[str, int]
-    rings: Mapping[str, int]
+    stored_nbytes: Mapping[str, int]
+    buffers: Mapping[str, int]
     expert_cache_nbytes: int
     onloaded_nbytes: int
     on_demand_nbytes: int
 
-    def taken(self, home: str) -> int:
+    def taken(self, device: str) -> int:
         """The bytes that a home holds, its ring and its cache of experts included."""
-        cache = self.expert_cache_nbytes if home == self.main else 0
-        return self.resting.get(home, 0) + self.rings.get(home, 0) + cache
+        cache = self.expert_cache_nbytes if device == self.main else 0
+        return self.stored_nbytes.get(device, 0) + self.buffers.get(device, 0) + cache
 
     def headroom(self) -> dict[str, int]:
         """The bytes that are left in each home that has a limit."""
-        return {home: capacity - self.taken(home) for home, capacity in self.capacities.items()}
+        return {device: capacity - self.taken(device) for device, capacity in self.capacities.items()}
 
     def read_ahead_nbytes(self) -> int:
         """What may be read ahead beyond the rings that are counted: nothing that a limit forbids."""
         left = self.headroom()
-        return max(0, min((READ_AHEAD_NBYTES, *(left[home] for home in self.rings if home in left))))
+        return max(0, min((READ_AHEAD_NBYTES, *(left[device] for device in self.buffers if device in left))))
 
     def __str__(self) -> str:
         left = self.headroom()
         parts = []
-        for home in dict.fromkeys((self.main, *self.resting, *self.rings)):
-            ring = f" and a ring of {self.rings[home]:,} B" if home in self.rings else ""
-            room = f", {left[home]:,} B left" if home in left else ""
-            parts.append(f"{home}: {self.resting.get(home, 0):,} B resting{ring}{room}")
+        for device in dict.fromkeys((self.main, *self.stored_nbytes, *self.buffers)):
+            buffer = f" and a ring of {self.buffers[device]:,} B" if device in self.buffers else ""
+            room = f", {left[device]:,} B left" if device in left else ""
+            parts.append(f"{device}: {self.stored_nbytes.get(device, 0):,} B resting{buffer}{room}")
         parts.append(
             f"{self.onloaded_nbytes:,} B streamed a forward"
             if self.onloaded_nbytes
@@ -135,14 +135,14 @@ def plan_devices(
         return planned
     everything = {main: sum(unit.nbytes for unit in units)}
     ways: list[Mapping[str, int]] = [{**capacities, **planned.way}, {**capacities, **everything}]
-    ways.append({home: limit for home, limit in capacities.items() if home != "disk"})
+    ways.append({device: limit for device, limit in capacities.items() if device != "disk"})
     helping = [way for way in ways if isinstance(_plan(units, way, main, expert_cache_nbytes), Budget)]
     distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
     raise PlacementError(
-        f"max_memory is too small on {planned.home} for this model, even if all is streamed that can be; "
+        f"max_memory is too small on {planned.device} for this model, even if all is streamed that can be; "
         f"nothing was loaded.",
-        expected=f"at least {planned.needed:,} B on {planned.home} ({planned.what})",
-        found=f"{capacities.get(planned.home, 0):,} B",
+        expected=f"at least {planned.needed:,} B on {planned.device} ({planned.what})",
+        found=f"{capacities.get(planned.device, 0):,} B",
         fix=f"pass {', or '.join(distinct)}, if the machine has that much",
     )
 
@@ -153,7 +153,7 @@ class _Shortage:
     may help.
     """
 
-    home: str
+    device: str
     needed: int
     what: str
     way: Mapping[str, int]
@@ -161,32 +161,32 @@ class _Shortage:
 
 def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache: int) -> Budget | _Shortage:
     total, limit = sum(unit.nbytes for unit in units), capacities.get(main, 0)
-    away: Sequence[Unit] = ()
+    offloaded: Sequence[Unit] = ()
     if total > limit:
         reserved = cache if any(unit.kind == "experts" for unit in units) else 0
-        leaving = _leaving(units, limit - reserved, _ring)
+        leaving = _leaving(units, limit - reserved, _buffer)
         if isinstance(leaving, int):
             needed = min(leaving + reserved, total)
             return _Shortage(main, needed, "what stays there, and the ring", {main: needed})
-        away = leaving
-    stored, ring = away, _ring(away)
+        offloaded = leaving
+    stored, buffer = offloaded, _buffer(offloaded)
     if main != "cpu" and "cpu" in capacities:
-        leaving = _leaving(away, capacities["cpu"], lambda streamed: ring if streamed else 0)
+        leaving = _leaving(offloaded, capacities["cpu"], lambda streamed: buffer if streamed else 0)
         if isinstance(leaving, int):
             return _Shortage("cpu", leaving, "the ring between disk and accelerator", {"cpu": leaving})
         stored = leaving
     on_disk = sum(unit.nbytes for unit in stored)
     if on_disk > capacities.get("disk", math.inf):
-        rest_on_host = {"cpu": sum(unit.nbytes for unit in away)} if main != "cpu" else {main: total}
-        return _Shortage("disk", on_disk, "what fits nowhere else", rest_on_host)
-    rings = {main: ring} if ring else {}
+        stored_on_host = {"cpu": sum(unit.nbytes for unit in offloaded)} if main != "cpu" else {main: total}
+        return _Shortage("disk", on_disk, "what fits nowhere else", stored_on_host)
+    buffers = {main: buffer} if buffer else {}
     if main != "cpu" and any(unit.is_offloaded for unit in stored):
-        rings["cpu"] = ring
-    return _account(units, capacities, main, away, stored, rings, cache)
+        buffers["cpu"] = buffer
+    return _account(units, capacities, main, offloaded, stored, buffers, cache)
 
 
 def _leaving(
-    units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[Unit]], int]
+    units: Sequence[Unit], capacity: int, buffer_of: Callable[[Sequence[Unit]], int]
 ) -> list[Unit] | int:
     """The units that do not fit beside the ring that they need, in the order given; or the least capacity
     that would do.
@@ -201,7 +201,7 @@ def _leaving(
         return (
             fixed
             + sum(unit.nbytes for unit in order[:kept])
-            + ring_of([unit for unit in units if unit.name in gone])
+            + buffer_of([unit for unit in units if unit.name in gone])
         )
 
     leaves = sorted((unit for unit in units if unit.kind == "other"), key=lambda unit: unit.nbytes)
@@ -231,7 +231,7 @@ def _start_of_idle(units: Sequence[Unit]) -> int:
     what would be moved.
     """
     start = len(units)
-    while start and not units[start - 1].streamed_nbytes:
+    while start and not units[start - 1].unit_onloaded_nbytes:
         start -= 1
     return start
 
@@ -254,34 +254,36 @@ def buffer_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
     return max(least, min(least + read_ahead_nbytes, sum(sizes) // 2))
 
 
-def _ring(units: Sequence[Unit]) -> int:
+def _buffer(units: Sequence[Unit]) -> int:
     """The ring of these units, over the end of a forward into the next one."""
-    return buffer_nbytes([unit.streamed_nbytes for unit in units if unit.is_offloaded])
+    return buffer_nbytes([unit.unit_onloaded_nbytes for unit in units if unit.is_offloaded])
 
 
 def _account(
     units: Sequence[Unit],
     capacities: Mapping[str, int],
     main: str,
-    away: Sequence[Unit],
+    offloaded: Sequence[Unit],
     stored: Sequence[Unit],
-    rings: Mapping[str, int],
+    buffers: Mapping[str, int],
     cache: int,
 ) -> Budget:
     devices = {unit.name: main for unit in units}
-    devices |= {unit.name: "cpu" for unit in away}
+    devices |= {unit.name: "cpu" for unit in offloaded}
     devices |= {unit.name: "disk" for unit in stored}
-    resting: Counter[str] = Counter()
+    stored_nbytes: Counter[str] = Counter()
     for unit in units:
-        resting[devices[unit.name]] += unit.nbytes
-    experts = sum(unit.nbytes for unit in away if unit.kind == "experts")
-    moved = sum(unit.streamed_nbytes for unit in away if unit.is_offloaded)
+        stored_nbytes[devices[unit.name]] += unit.nbytes
+    experts = sum(unit.nbytes for unit in offloaded if unit.kind == "experts")
+    moved = sum(unit.unit_onloaded_nbytes for unit in offloaded if unit.is_offloaded)
     return Budget(
-        devices, main, dict(capacities), dict(resting), rings, cache if experts else 0, moved, experts
+        devices, main, dict(capacities), dict(stored_nbytes), buffers, cache if experts else 0, moved, experts
     )
 
 
 def _as_max_memory(capacities: Mapping[str, int]) -> str:
     """As it is written in a call: {0: 123, "cpu": 456}."""
-    limits = (f"{home.partition(':')[2] or json.dumps(home)}: {limit}" for home, limit in capacities.items())
+    limits = (
+        f"{device.partition(':')[2] or json.dumps(device)}: {limit}" for device, limit in capacities.items()
+    )
     return f"max_memory={{{', '.join(limits)}}}"

@@ -62,8 +62,8 @@ def resolve_devices(
             problems=[f"{key!r}{nearest(key, known)}" for key in unknown],
             fix="correct these keys",
         )
-    resolved = {name: _home(name, devices) for name in names}
-    uncovered = [name for name, home in resolved.items() if home is None]
+    resolved = {name: _device(name, devices) for name in names}
+    uncovered = [name for name, device in resolved.items() if device is None]
     if uncovered:
         raise PlacementError(
             "device_map leaves a part of the model out; nothing was loaded.",
@@ -71,7 +71,7 @@ def resolve_devices(
             problems=uncovered,
             fix='add these modules, or a default: {"": "cpu", …}',
         )
-    return {name: home for name, home in resolved.items() if home is not None}
+    return {name: device for name, device in resolved.items() if device is not None}
 
 
 def check_device(value: Any, key: str = "") -> str:
@@ -118,12 +118,12 @@ def check_present(devices: Iterable[str]) -> None:
         PlacementError: Names the first such home.
     """
     found = torch.accelerator.current_accelerator()
-    for home in devices:
-        kind = home.partition(":")[0]
+    for device in devices:
+        kind = device.partition(":")[0]
         if kind not in ("cpu", "disk") and (found is None or found.type != kind):
             raise PlacementError(
                 "device_map names an accelerator that this machine does not have; nothing was loaded.",
-                found=repr(home),
+                found=repr(device),
                 expected='"cpu", "disk", or an accelerator that torch finds',
                 fix='use "cpu" or "disk", or check the driver',
             )
@@ -137,7 +137,7 @@ def _accelerator() -> str:
 
 def execution_device(devices: Iterable[str]) -> str:
     """Where offloaded modules compute: the first accelerator that is someone's home, else the CPU."""
-    return next((home for home in devices if home not in ("cpu", "disk")), "cpu")
+    return next((device for device in devices if device not in ("cpu", "disk")), "cpu")
 
 
 def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], main: str) -> dict[str, str]:
@@ -147,7 +147,7 @@ def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], mai
     (`expand_device_map`, transformers 5.17 to 5.23). Where that would misplace a tensor, its own name is
     added.
     """
-    executes = {name: main if home in ("cpu", "disk") else home for name, home in devices.items()}
+    executes = {name: main if device in ("cpu", "disk") else device for name, device in devices.items()}
     result = {
         key: main if str(value) in ("cpu", "disk") else check_device(value)
         for key, value in device_map.items()
@@ -161,7 +161,7 @@ def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], mai
     return result
 
 
-def _home(name: str, devices: Mapping[str, str]) -> str | None:
+def _device(name: str, devices: Mapping[str, str]) -> str | None:
     key = name
     while True:
         if key in devices:

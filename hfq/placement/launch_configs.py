@@ -117,10 +117,14 @@ def loading_code(
     """
     limits = ""
     if max_memory is not None:
-        keys = {home: home.partition(":")[2] or json.dumps(home) for home in max_memory if home != "disk"}
+        keys = {
+            device: device.partition(":")[2] or json.dumps(device)
+            for device in max_memory
+            if device != "disk"
+        }
         limits = (
             ', device_map="auto", max_memory={'
-            + ", ".join(f"{key}: {max_memory[home]}" for home, key in keys.items())
+            + ", ".join(f"{key}: {max_memory[device]}" for device, key in keys.items())
             + "}"
         )
     source = json.dumps(path) + ("" if revision is None else f", revision={json.dumps(revision)}")

@@ -20,12 +20,12 @@ class Spread:
 
     Attributes:
         devices: The device of each unit.
-        resting: The bytes of weights on each device.
+        stored_nbytes: The bytes of weights on each device.
         kv: The bytes of the KV cache on each device.
     """
 
     devices: Mapping[str, str]
-    resting: Mapping[str, int]
+    stored_nbytes: Mapping[str, int]
     kv: Mapping[str, int]
 
 
@@ -47,7 +47,7 @@ def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
     rooms = {device: capacity - activations for device, capacity in capacities.items()}
     even = sum(sizes) / max(len(rooms), 1)
     for target in (even, even * 1.1, even * 1.25, even * 1.5, float("inf")):
-        devices = _deal(units, sizes, {device: min(room, target) for device, room in rooms.items()})
+        devices = _assign(units, sizes, {device: min(room, target) for device, room in rooms.items()})
         if devices is not None:
             break
     else:
@@ -58,15 +58,15 @@ def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
             f"B on each",
             fix="add an accelerator, or offload with one accelerator and --cpu",
         )
-    resting: Counter[str] = Counter()
+    stored_nbytes: Counter[str] = Counter()
     cached: Counter[str] = Counter()
     for unit in units:
-        resting[devices[unit.name]] += unit.nbytes
+        stored_nbytes[devices[unit.name]] += unit.nbytes
         cached[devices[unit.name]] += share * (unit.kind == "block")
-    return Spread(devices, dict(resting), dict(cached))
+    return Spread(devices, dict(stored_nbytes), dict(cached))
 
 
-def _deal(units: Sequence[Unit], sizes: Sequence[int], rooms: Mapping[str, float]) -> dict[str, str] | None:
+def _assign(units: Sequence[Unit], sizes: Sequence[int], rooms: Mapping[str, float]) -> dict[str, str] | None:
     remaining = iter(rooms.items())
     device, room = next(remaining)
     devices: dict[str, str] = {}

@@ -20,14 +20,14 @@ class PlanEntry:
         device: The device that it is stored on: `cpu`, `disk`, `cuda:0`, ….
         execution_device: The device that computes with it.
         nbytes: Its bytes there (a dense tensor that rests in memory: after the cast to the model's dtype).
-        packed: Whether it belongs to a packed row.
+        quantized: Whether it belongs to a packed row.
     """
 
     name: str
     device: str
     execution_device: str
     nbytes: int
-    packed: bool
+    quantized: bool
 
     @property
     def is_moved(self) -> bool:
@@ -44,14 +44,14 @@ class ModuleDevice:
         device: The device that its tensors are stored on.
         execution_device: The device that computes with them.
         nbytes: Their bytes there.
-        packed_nbytes: Of these, the bytes of packed rows.
+        quantized_nbytes: Of these, the bytes of packed rows.
     """
 
     module: str
     device: str
     execution_device: str
     nbytes: int
-    packed_nbytes: int
+    quantized_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plan:
                 (entry.name.rpartition(".")[0], entry.device, entry.execution_device), [0, 0]
             )
             held[0] += entry.nbytes
-            held[1] += entry.nbytes * entry.packed
+            held[1] += entry.nbytes * entry.quantized
         places = {name: place for place, name in enumerate(order)}
         keys = sorted(total, key=lambda key: places.get(key[0], len(places)))
         return [ModuleDevice(*key, *total[key]) for key in keys]
@@ -99,6 +99,6 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        devices = ", ".join(f"{home} {nbytes:,} B" for home, nbytes in self.nbytes_by_device().items())
+        devices = ", ".join(f"{device} {nbytes:,} B" for device, nbytes in self.nbytes_by_device().items())
         moved = self.onloaded_nbytes()
         return f"{devices}; {f'{moved:,} B moved a forward' if moved else 'nothing moves'}"

@@ -12,7 +12,7 @@ Box = tuple[float, float, float, float]
 
 _FONT_SIZE = 8
 _HEIGHT = 1.25 * _FONT_SIZE
-_AWAY = 5.0
+_OFFLOADED = 5.0
 
 
 def label_points(figure: Any, axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
@@ -66,7 +66,7 @@ def _candidates(x: float, y: float, width: float) -> Iterator[Box]:
     for step in range(6):
         for sign in (1, -1) if step else (1,):
             middle = y + sign * step * 0.75 * _HEIGHT
-            for left in (x + _AWAY, x - _AWAY - width):
+            for left in (x + _OFFLOADED, x - _OFFLOADED - width):
                 yield left, middle - _HEIGHT / 2, left + width, middle + _HEIGHT / 2
 
 

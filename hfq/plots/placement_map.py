@@ -12,7 +12,7 @@ from hfq.plots.drawing import COLOURS
 from hfq.plots.section import Picture, as_size
 from hfq.tables import Table
 
-__all__ = ["PlacementMap", "Unit", "home_colour", "placement_picture"]
+__all__ = ["PlacementMap", "Unit", "device_colour", "placement_picture"]
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _MOST_NAMES = 30
@@ -25,19 +25,19 @@ class Unit:
 
     Attributes:
         name: Its name in the model.
-        held: {home: (bytes of packed rows, other bytes)}.
+        by_device: {home: (bytes of packed rows, other bytes)}.
         devices: Where it computes.
         modules: How many modules with tensors it has.
     """
 
     name: str
-    held: dict[str, tuple[int, int]]
+    by_device: dict[str, tuple[int, int]]
     devices: tuple[str, ...]
     modules: int
 
     @property
     def nbytes(self) -> int:
-        return sum(map(sum, self.held.values()))
+        return sum(map(sum, self.by_device.values()))
 
     @property
     def short(self) -> str:
@@ -50,15 +50,15 @@ class Unit:
 
 def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
     """The modules of each layer as one, in their order."""
-    held: dict[str, dict[str, list[int]]] = {}
+    by_device: dict[str, dict[str, list[int]]] = {}
     devices: dict[str, dict[str, None]] = {}
     names: dict[str, set[str]] = {}
     for module in modules:
         found = _LAYER.match(module.module)
         name = found[1] if found else module.module
-        parts = held.setdefault(name, {}).setdefault(module.device, [0, 0])
-        parts[0] += module.packed_nbytes
-        parts[1] += module.nbytes - module.packed_nbytes
+        parts = by_device.setdefault(name, {}).setdefault(module.device, [0, 0])
+        parts[0] += module.quantized_nbytes
+        parts[1] += module.nbytes - module.quantized_nbytes
         devices.setdefault(name, {})[module.execution_device] = None
         names.setdefault(name, set()).add(module.module)
     return [
@@ -68,15 +68,15 @@ def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
             tuple(devices[name]),
             len(names[name]),
         )
-        for name, sizes in held.items()
+        for name, sizes in by_device.items()
     ]
 
 
-def home_colour(home: str) -> str:
+def device_colour(device: str) -> str:
     """The colour of a home, the same on every picture."""
-    if home in _OWN:
-        return _OWN[home]
-    number = re.search(r"\d+$", home)
+    if device in _OWN:
+        return _OWN[device]
+    number = re.search(r"\d+$", device)
     return (COLOURS[2], COLOURS[1], COLOURS[5])[int(number[0]) % 3 if number else 0]
 
 
@@ -96,25 +96,25 @@ class PlacementMap:
         count = len(self.units)
         figure.set_size_inches(min(max(6.5, 2 + 0.3 * count), 13), 4.2)
         axes = figure.subplots()
-        devices = list(dict.fromkeys(home for unit in self.units for home in unit.held))
+        devices = list(dict.fromkeys(device for unit in self.units for device in unit.by_device))
         bottom = [0.0] * count
         handles = []
-        for home in devices:
+        for device in devices:
             for kind, alpha in ((0, 1.0), (1, 0.45)):
-                heights = [unit.held.get(home, (0, 0))[kind] for unit in self.units]
+                heights = [unit.by_device.get(device, (0, 0))[kind] for unit in self.units]
                 if any(heights):
                     axes.bar(
                         range(count),
                         heights,
                         0.86,
                         bottom=bottom,
-                        color=home_colour(home),
+                        color=device_colour(device),
                         alpha=alpha,
                         linewidth=0,
                     )
                     bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-                    label = f"{home}, {('packed', 'not packed')[kind]}: {as_size(sum(heights))}"
-                    handles.append(Patch(color=home_colour(home), alpha=alpha, label=label))
+                    label = f"{device}, {('packed', 'not packed')[kind]}: {as_size(sum(heights))}"
+                    handles.append(Patch(color=device_colour(device), alpha=alpha, label=label))
         step = -(-count // _MOST_NAMES)
         shown = [place for place in range(count) if place % step == 0]
         axes.set_xticks(
@@ -138,9 +138,9 @@ def placement_picture(modules: Sequence[ModuleDevice]) -> Picture:
     units = gather_units(modules)
     totals: dict[str, int] = {}
     for unit in units:
-        for home, parts in unit.held.items():
-            totals[home] = totals.get(home, 0) + sum(parts)
-    said = ", ".join(f"{nbytes:,} bytes rest on {home}" for home, nbytes in totals.items())
+        for device, parts in unit.by_device.items():
+            totals[device] = totals.get(device, 0) + sum(parts)
+    said = ", ".join(f"{nbytes:,} bytes rest on {device}" for device, nbytes in totals.items())
     alt = (
         f"A column for each of {len(units)} parts of the model, as high as its bytes, in the colours of "
         f"its homes: {said}."
@@ -156,16 +156,21 @@ def _table(units: Sequence[Unit]) -> Table:
     start = 0
     for place, unit in enumerate(units):
         following = units[place + 1] if place + 1 < len(units) else None
-        if following is not None and (unit.held, unit.devices) == (following.held, following.devices):
+        if following is not None and (unit.by_device, unit.devices) == (
+            following.by_device,
+            following.devices,
+        ):
             continue
         count, name = place - start + 1, unit.name or "the model"
         name = name if count == 1 else f"{units[start].name} to {name} ({count})"
-        for home, (packed, other) in unit.held.items():
-            sizes = (f"{packed:,}", f"{other:,}", f"{(packed + other) * count:,}")
+        for device, (quantized, other) in unit.by_device.items():
+            sizes = (f"{quantized:,}", f"{other:,}", f"{(quantized + other) * count:,}")
             rows.append(
                 (
                     name,
-                    home if unit.devices == (home,) else f"{home}, computes on {', '.join(unit.devices)}",
+                    device
+                    if unit.devices == (device,)
+                    else f"{device}, computes on {', '.join(unit.devices)}",
                     *sizes,
                 )
             )

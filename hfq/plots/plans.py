@@ -26,7 +26,7 @@ PARTS = {
 }
 """What a home holds, by the name in a report of `hfq plan`, as it is called in tables and pictures."""
 
-_HOMES = ("device", "cpu", "nvme")
+_DEVICES = ("device", "cpu", "nvme")
 
 
 def plan_section(fields: Fields) -> Section:
@@ -73,8 +73,10 @@ def _machine(machine: Fields) -> str:
 def _homes(devices: Fields) -> Picture:
     names = devices.names()
     found = [devices.object(name) for name in names]
-    parts = {title: [home.count(part) for home in found] for part, title in PARTS.items()}
-    limits = [float(home.count("capacity_nbytes")) if home.has("capacity_nbytes") else None for home in found]
+    parts = {title: [device.count(part) for device in found] for part, title in PARTS.items()}
+    limits = [
+        float(device.count("capacity_nbytes")) if device.has("capacity_nbytes") else None for device in found
+    ]
     note = "Bytes in each home: weights at home, and what running takes beside them."
     return bars_picture("devices", "What each home holds", Bars(names, parts, limits), note, "home")
 
@@ -102,9 +104,9 @@ def _prediction(prediction: Fields) -> Table:
 def _zero3(zero3: Fields) -> Picture:
     found = zero3.object("parts_per_rank")
     held = {part: found.object(part) for part in found.names()}
-    devices = [home for home in _HOMES if any(sizes.has(home) for sizes in held.values())]
+    devices = [device for device in _DEVICES if any(sizes.has(device) for sizes in held.values())]
     parts: Mapping[str, Sequence[float]] = {
-        part: [float(sizes.count(home)) if sizes.has(home) else 0.0 for home in devices]
+        part: [float(sizes.count(device)) if sizes.has(device) else 0.0 for device in devices]
         for part, sizes in held.items()
     }
     title = f"ZeRO-3: what each of {zero3.count('ranks')} ranks holds"

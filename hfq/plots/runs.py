@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfq.offload.chrome_trace import chrome_trace
-from hfq.offload.spans import LANES, Span
+from hfq.offload.spans import TRACKS, Span
 from hfq.placement.plan import ModuleDevice
 from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
@@ -55,12 +55,16 @@ def read_modules(fields: Fields) -> list[ModuleDevice]:
     """
     found = []
     for module in fields.objects("modules"):
-        nbytes, packed = module.count("nbytes"), module.count("packed_nbytes")
-        if packed > nbytes:
-            raise module.wrong(f"at most the module's {nbytes:,} bytes", packed, "packed_nbytes")
+        nbytes, quantized = module.count("nbytes"), module.count("quantized_nbytes")
+        if quantized > nbytes:
+            raise module.wrong(f"at most the module's {nbytes:,} bytes", quantized, "quantized_nbytes")
         found.append(
             ModuleDevice(
-                module.text("module"), module.text("device"), module.text("execution_device"), nbytes, packed
+                module.text("module"),
+                module.text("device"),
+                module.text("execution_device"),
+                nbytes,
+                quantized,
             )
         )
     if not found:
@@ -77,20 +81,20 @@ def _timeline(fields: Fields) -> tuple[list[Span], list[str]]:
 
 
 def _span(fields: Fields) -> Span:
-    lane = fields.text("lane")
+    track = fields.text("track")
     start = fields.number("start")
     end = fields.number("end")
-    if lane not in LANES:
-        raise fields.wrong(", ".join(LANES), lane, "lane")
+    if track not in TRACKS:
+        raise fields.wrong(", ".join(TRACKS), track, "track")
     if end < start:
         raise fields.wrong(f"an end at or after {start}", end, "end")
-    return Span(lane, fields.text("name"), start, end, fields.count("nbytes"))
+    return Span(track, fields.text("name"), start, end, fields.count("nbytes"))
 
 
 def _homes(fields: Fields) -> Table:
     rows = [
-        (home.text("device"), f"{home.count('nbytes'):,}", f"{home.count('onloaded_nbytes'):,}")
-        for home in fields.objects("devices")
+        (device.text("device"), f"{device.count('nbytes'):,}", f"{device.count('onloaded_nbytes'):,}")
+        for device in fields.objects("devices")
     ]
     note = "Bytes that rest there, and those of them that a forward of all modules moves."
     return Table("Homes", note, ("home", "bytes", "moved a forward"), rows)

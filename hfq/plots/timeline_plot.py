@@ -61,12 +61,12 @@ class TimelinePlot:
     @functools.cached_property
     def others(self) -> list[str]:
         """The parts that are not streamed, in the order in which they computed."""
-        return list(dict.fromkeys(span.name for span in self.spans if span.lane == "other"))
+        return list(dict.fromkeys(span.name for span in self.spans if span.track == "other"))
 
     def draw(self, figure: Any) -> None:
         """Draws the plot into an empty figure of matplotlib."""
         tracks = {
-            title: [span for span in self.spans if span.lane in kinds] for title, kinds in _TRACKS.items()
+            title: [span for span in self.spans if span.track in kinds] for title, kinds in _TRACKS.items()
         }
         tracks = {
             title: spans for title, spans in reversed(tracks.items()) if spans
@@ -93,7 +93,7 @@ class TimelinePlot:
             start, width = span.start / unit, (span.end - span.start) / unit
             bar: dict[str, Any] = {"facecolor": color, "edgecolor": INK, "linewidth": 0, "hatch": hatch}
             axes.broken_barh([(start, width)], (bottom, height * 0.94), **bar)
-            label = _layer_number(span.name) if span.lane != "wait" else ""
+            label = _layer_number(span.name) if span.track != "wait" else ""
             points = width * unit / self.seconds * (_WIDTH - 1.3) * 72
             if label and height > 0.15 and points > 6 * len(label) + 2:
                 ink = "white" if color in _DARK else "black"
@@ -101,10 +101,10 @@ class TimelinePlot:
                 axes.text(*middle, label, ha="center", va="center", fontsize=8, color=ink)
 
     def _style(self, span: Span) -> tuple[str, str | None]:
-        if span.lane == "wait":
+        if span.track == "wait":
             return COLOURS[1], "////"
-        names = self.others if span.lane == "other" else self.units
-        return _SHADES[span.lane][names.index(span.name) % 2 if span.name in names else 0], None
+        names = self.others if span.track == "other" else self.units
+        return _SHADES[span.track][names.index(span.name) % 2 if span.name in names else 0], None
 
     def _handles(self) -> list[Any]:
         """Returns the entries of the legend, one for each kind of span that is there."""
@@ -118,7 +118,7 @@ class TimelinePlot:
             "other": Patch(color=_SHADES["other"][0], label="computing what is not streamed"),
             "wait": Patch(**hatched, label="waiting for a block"),
         }
-        found = {span.lane for span in self.spans}
+        found = {span.track for span in self.spans}
         return [patch for kind, patch in entries.items() if kind in found]
 
 
@@ -127,14 +127,14 @@ def last_pass(spans: Sequence[Span]) -> tuple[list[Span], float]:
 
     They begin at 0. Without a recorded pass, all spans are returned.
     """
-    passes = [span for span in spans if span.lane == "pass"]
-    rest = [span for span in spans if span.lane != "pass"]
+    passes = [span for span in spans if span.track == "pass"]
+    rest = [span for span in spans if span.track != "pass"]
     start = min((span.start for span in rest), default=0.0)
     end = max((span.end for span in rest), default=0.0)
     if passes:
         start, end = passes[-1].start, passes[-1].end
     cut = [
-        Span(span.lane, span.name, max(span.start, start) - start, min(span.end, end) - start, span.nbytes)
+        Span(span.track, span.name, max(span.start, start) - start, min(span.end, end) - start, span.nbytes)
         for span in rest
         if span.end > start and span.start < end
     ]
@@ -155,7 +155,7 @@ def timeline_picture(spans: Sequence[Span], units: Sequence[str]) -> Picture | N
     shown, seconds = last_pass(spans)
     if not shown or seconds <= 0:
         return None
-    busy = {kind: busy_seconds(span for span in shown if span.lane == kind) for kind in _WORDS}
+    busy = {kind: busy_seconds(span for span in shown if span.track == kind) for kind in _WORDS}
     words = ", ".join(f"{_WORDS[kind]} {taken * 1e3:.3g} ms" for kind, taken in busy.items() if taken)
     alt = f"Tracks over the {seconds * 1e3:.3g} ms of one pass, a bar for each block on each track: {words}."
     plot, table = TimelinePlot(shown, seconds, units), _table(shown, units, seconds)
@@ -185,7 +185,7 @@ def _table(spans: Sequence[Span], units: Sequence[str], seconds: float) -> Table
 
 def _row(name: str, spans: Sequence[Span], none: str) -> tuple[str, ...]:
     """Returns a row of the table; `none` stands for no time."""
-    nbytes = sum(span.nbytes for span in spans if span.lane == "read")
-    busy = [busy_seconds(span for span in spans if span.lane in kinds) for kinds in _COLUMNS.values()]
+    nbytes = sum(span.nbytes for span in spans if span.track == "read")
+    busy = [busy_seconds(span for span in spans if span.track in kinds) for kinds in _COLUMNS.values()]
     times = (f"{taken * 1e3:.3f}" if taken else none for taken in busy)
     return (name, as_size(nbytes) if nbytes else "-", *times)

@@ -53,21 +53,21 @@ class AwqQuantizer(DecoderLayerQuantizer):
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
         """As `DecoderLayerQuantizer.run`; the norms and biases that took a scale are in `changed`."""
-        seen, known = trace(self.block, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
+        seen, known = trace(self.decoder_layer, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
         groups = self._groups(seen, batches[0], calls[0])
         self.folds = {
-            group[0]: find_fold(self.block, self.linears, group, seen, batches[0], calls[0], known)
+            group[0]: find_fold(self.decoder_layer, self.linears, group, seen, batches[0], calls[0], known)
             for group in groups
         }
         del seen
         for part in self._parts(groups[::-1]):
             first = {group[0]: self.linears[group[0]] for group in part}
             is_last_known = not any(map(is_expert, first))
-            moments = measure(self.block, first, batches, calls, is_last_known, InputMoments)
+            moments = measure(self.decoder_layer, first, batches, calls, is_last_known, InputMoments)
             for group in part:
                 self._quantize_group(group, moments.pop(group[0]))
         self._check_reached()
-        return {name: self.packed[name] for name in self.linears}, self.reports
+        return {name: self.quantized[name] for name in self.linears}, self.reports
 
     def _groups(self, seen: Trace, hidden: torch.Tensor, call: Call) -> Stage:
         """The layers by input, in the order in which the first of each runs."""
@@ -101,9 +101,9 @@ class AwqQuantizer(DecoderLayerQuantizer):
         for name, weight in zip(group, weights, strict=True):
             shares = rounding.search_shares(weight, hessian) if self.recipe.narrows else None
             codes, scales, zeros = rounding.codes(weight, shares)
-            packed = self.format.pack(codes.flatten(1), scales, zeros)
-            loss = _error(self.format.dequantize(packed) - weight, hessian) / len(weight)
-            self._keep(name, packed, LayerReport(name, "awq", tokens, loss, exponent=exponent))
+            quantized = self.format.pack(codes.flatten(1), scales, zeros)
+            loss = _error(self.format.dequantize(quantized) - weight, hessian) / len(weight)
+            self._keep(name, quantized, LayerReport(name, "awq", tokens, loss, exponent=exponent))
 
 
 class Rounding:

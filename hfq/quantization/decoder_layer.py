@@ -25,7 +25,7 @@ from hfq.quantization.temporary_forward import hold, tensors_of
 from hfq.quantization.triangular_matrix import TriangularMatrix
 from hfq.recipes.recipe import Recipe
 
-__all__ = ["DecoderLayerQuantizer", "as_weight", "put_packed", "put_weight"]
+__all__ = ["DecoderLayerQuantizer", "as_weight", "put_quantized", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DecoderLayerQuantizer:
     """Quantizes the layers of one block that is in memory; afterwards each holds its quantized weight.
 
     Args:
-        block: The block.
+        decoder_layer: The block.
         linears: Its layers to quantize, by name.
         weight_format: What they are written in.
         recipe: How they are quantized.
@@ -51,27 +51,27 @@ class DecoderLayerQuantizer:
         dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
 
     Attributes:
-        packed: The tensors of each layer that is done.
+        quantized: The tensors of each layer that is done.
         changed: The other parameters of the block that take part, by their names within it, in the dtypes
             they are stored in.
     """
 
     def __init__(
         self,
-        block: nn.Module,
+        decoder_layer: nn.Module,
         linears: Mapping[str, nn.Module],
         weight_format: Format,
         recipe: Recipe,
         read: Callable[[str], torch.Tensor],
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:
-        self.block = block
+        self.decoder_layer = decoder_layer
         self.linears = dict(linears)
         self.format = weight_format
         self.recipe = recipe
         self.read = read
         self.dtype_of = dtype_of
-        self.packed: dict[str, dict[str, torch.Tensor]] = {}
+        self.quantized: dict[str, dict[str, torch.Tensor]] = {}
         self.changed: dict[str, torch.Tensor] = {}
         self.reports: list[LayerReport] = []
 
@@ -96,17 +96,17 @@ class DecoderLayerQuantizer:
         if not self.recipe.measures:
             for name in self.linears:
                 self._round(name, None)
-            return self.packed, self.reports
+            return self.quantized, self.reports
         for stage in self._stages(batches[0], calls[0]):
             self._quantize_stage(stage, batches, calls)
         self._check_reached()
-        return self.packed, self.reports
+        return self.quantized, self.reports
 
     def _stages(self, hidden: torch.Tensor, call: Call) -> Iterator[Stage]:
         """The stages, each in parts whose moments fit; experts that the first batch does not reach join those
         that it does.
         """
-        stages = find_stages(self.block, self.linears, hidden, call, without_number)
+        stages = find_stages(self.decoder_layer, self.linears, hidden, call, without_number)
         found = {name for stage in stages for group in stage for name in group}
         for stage in stages:
             patterns = [[without_number(name) for name in group] for group in stage]
@@ -134,7 +134,7 @@ class DecoderLayerQuantizer:
         first = {group[0]: self.linears[group[0]] for group in stage}
         trim_heap()
         moments: dict[str, Moments] = measure(
-            self.block, first, batches, calls, is_last_known=not any(map(is_expert, first))
+            self.decoder_layer, first, batches, calls, is_last_known=not any(map(is_expert, first))
         )
         for group in stage:
             self._quantize_group(group, moments.pop(group[0]))
@@ -170,15 +170,15 @@ class DecoderLayerQuantizer:
             if name == group[-1]:
                 del factor
             trim_heap()
-            packed = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
+            quantized = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
             report = LayerReport(name, "gptq", tokens, solved.loss, damping)
             del solved
-            self._keep(name, packed, report)
+            self._keep(name, quantized, report)
 
     def _round(self, name: str, tokens: int | None) -> None:
         method = "rtn" if self.recipe.measures else self.recipe.method
-        packed, error = self._rounded(name, self._weight(name))
-        self._keep(name, packed, LayerReport(name, method, tokens, error if tokens is None else None))
+        quantized, error = self._rounded(name, self._weight(name))
+        self._keep(name, quantized, LayerReport(name, method, tokens, error if tokens is None else None))
 
     def _rounded(self, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
         """The packed tensors of a weight [out, in], made by parts of its rows, and the mean squared error."""
@@ -192,16 +192,16 @@ class DecoderLayerQuantizer:
             parts.append(round_weight(name, floats, self.format))
             error += float(reader.dequantize(parts[-1]).sub_(floats).double().square_().sum())
         specs = {spec.name: spec.shape for spec in self.format.tensor_specs(in_features, out_features)}
-        packed = {local: _joined([part[local] for part in parts], specs[local]) for local in parts[0]}
-        if "weight_shape" in packed:  # which is that of the whole layer
-            packed["weight_shape"] = torch.tensor(weight.shape, dtype=packed["weight_shape"].dtype)
-        return packed, error / weight.numel()
+        quantized = {local: _joined([part[local] for part in parts], specs[local]) for local in parts[0]}
+        if "weight_shape" in quantized:  # which is that of the whole layer
+            quantized["weight_shape"] = torch.tensor(weight.shape, dtype=quantized["weight_shape"].dtype)
+        return quantized, error / weight.numel()
 
-    def _keep(self, name: str, packed: dict[str, torch.Tensor], report: LayerReport) -> None:
-        self.packed[name] = packed
+    def _keep(self, name: str, quantized: dict[str, torch.Tensor], report: LayerReport) -> None:
+        self.quantized[name] = quantized
         self.reports.append(report)
         if self.recipe.needs_calibration:
-            put_packed(self.linears[name], self.format, self.recipe, packed)
+            put_quantized(self.linears[name], self.format, self.recipe, quantized)
         trim_heap()
 
     def _weight(self, name: str) -> torch.Tensor:
@@ -215,7 +215,7 @@ class DecoderLayerQuantizer:
         return weight if isinstance(layer, nn.Linear) else weight.t()
 
     def _check_reached(self) -> None:
-        missing = [name for name in self.linears if name not in self.packed]
+        missing = [name for name in self.linears if name not in self.quantized]
         if missing:
             raise SetupError(
                 "The calibration set never reaches a layer; it cannot be quantized.",
@@ -233,23 +233,23 @@ def reader_format(weight_format: Format, is_scattered: bool = False) -> Format:
     return weight_format
 
 
-def as_weight(weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def as_weight(weight_format: Format, recipe: Recipe, quantized: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes
     with.
     """
-    return reader_format(weight_format, recipe.scatters_groups).dequantize(packed)
+    return reader_format(weight_format, recipe.scatters_groups).dequantize(quantized)
 
 
-def put_packed(
-    layer: nn.Module, weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]
+def put_quantized(
+    layer: nn.Module, weight_format: Format, recipe: Recipe, quantized: Mapping[str, torch.Tensor]
 ) -> None:
     """Makes a layer compute with what packed tensors mean: with them if it is held, else with the weight in
     float32.
     """
     if tensors_of(layer) is None:
-        put_weight(layer, as_weight(weight_format, recipe, packed))
+        put_weight(layer, as_weight(weight_format, recipe, quantized))
     else:
-        hold(layer, packed, reader_format(weight_format, recipe.scatters_groups))
+        hold(layer, quantized, reader_format(weight_format, recipe.scatters_groups))
 
 
 def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:

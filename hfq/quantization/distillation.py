@@ -19,7 +19,7 @@ from torch import nn
 from hfq.formats import Format
 from hfq.quantization.decoder_layer import as_weight, put_weight
 from hfq.quantization.folding import put
-from hfq.quantization.layer_inputs import Call, forward_block, run_block
+from hfq.quantization.layer_inputs import Call, forward_decoder_layer, run_decoder_layer
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["Distillation", "Teacher"]
@@ -40,10 +40,10 @@ class Teacher:
     def __init__(self, hidden: Sequence[torch.Tensor]) -> None:
         self.hidden = list(hidden)
 
-    def advance(self, block: nn.Module, calls: Sequence[Call]) -> list[torch.Tensor]:
+    def advance(self, decoder_layer: nn.Module, calls: Sequence[Call]) -> list[torch.Tensor]:
         """Runs the next block, whose float weights are in place; gives what it gave."""
         for index, call in enumerate(calls):
-            self.hidden[index] = run_block(block, self.hidden[index], call)
+            self.hidden[index] = run_decoder_layer(decoder_layer, self.hidden[index], call)
         return self.hidden
 
 
@@ -51,9 +51,9 @@ class Distillation:
     """Trains what may move in one quantized block.
 
     Args:
-        block: The block; its layers hold their quantized weights.
+        decoder_layer: The block; its layers hold their quantized weights.
         linears: Its quantized layers, by name.
-        packed: Their tensors.
+        quantized: Their tensors.
         changed: Other parameters that quantization has changed, by name within the block.
         weight_format: What the layers are packed as.
         recipe: How they were quantized, and how many steps there are.
@@ -62,24 +62,24 @@ class Distillation:
 
     def __init__(
         self,
-        block: nn.Module,
+        decoder_layer: nn.Module,
         linears: Mapping[str, nn.Module],
-        packed: dict[str, dict[str, torch.Tensor]],
+        quantized: dict[str, dict[str, torch.Tensor]],
         changed: dict[str, torch.Tensor],
         weight_format: Format,
         recipe: Recipe,
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:
-        self.block = block
-        self.packed = packed
+        self.decoder_layer = decoder_layer
+        self.quantized = quantized
         self.changed = changed
         self.recipe = recipe
         self.dtype_of = dtype_of
         self.format = weight_format
-        self.layers = [_Layer(linears[name], packed[name], weight_format, recipe) for name in packed]
+        self.layers = [_Layer(linears[name], quantized[name], weight_format, recipe) for name in quantized]
         self.dense = {
-            name: _Dense(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, parameter in block.named_parameters()
+            name: _Dense(decoder_layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, parameter in decoder_layer.named_parameters()
             if parameter.dim() == 1
         }
 
@@ -107,7 +107,12 @@ class Distillation:
             )
             index = step % len(batches)
             self._put(rounded=False)
-            loss = _squared(forward_block(self.block, batches[index], calls[index]), targets[index]) / before
+            loss = (
+                _squared(
+                    forward_decoder_layer(self.decoder_layer, batches[index], calls[index]), targets[index]
+                )
+                / before
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -116,8 +121,8 @@ class Distillation:
         if not after < before:  # nor where it is not a number
             self._put_back()
             return before, before
-        for name, layer in zip(self.packed, self.layers, strict=True):
-            self.packed[name]["scales"] = layer.rounded()
+        for name, layer in zip(self.quantized, self.layers, strict=True):
+            self.quantized[name]["scales"] = layer.rounded()
         self.changed.update({name: dense.rounded(self.dtype_of(name)) for name, dense in self.dense.items()})
         return before, after
 
@@ -129,8 +134,8 @@ class Distillation:
                 dense.put(self.dtype_of(name) if rounded else None)
 
     def _put_back(self) -> None:
-        for name, layer in zip(self.packed, self.layers, strict=True):
-            put_weight(layer.layer, as_weight(self.format, self.recipe, self.packed[name]))
+        for name, layer in zip(self.quantized, self.layers, strict=True):
+            put_weight(layer.layer, as_weight(self.format, self.recipe, self.quantized[name]))
         for dense in self.dense.values():
             put(dense.module, dense.local, dense.start)
 
@@ -139,7 +144,9 @@ class Distillation:
     ) -> float:
         total = 0.0
         for hidden, call, target in zip(batches, calls, targets, strict=True):
-            total += float(_squared(run_block(self.block, hidden, call), target)) * len(hidden)
+            total += float(_squared(run_decoder_layer(self.decoder_layer, hidden, call), target)) * len(
+                hidden
+            )
         return total / sum(map(len, batches))
 
 
@@ -149,12 +156,12 @@ class _Layer:
     """
 
     def __init__(
-        self, layer: nn.Module, packed: Mapping[str, torch.Tensor], weight_format: Format, recipe: Recipe
+        self, layer: nn.Module, quantized: Mapping[str, torch.Tensor], weight_format: Format, recipe: Recipe
     ) -> None:
-        self.layer, self.scales = layer, packed["scales"]
-        self.centred = as_weight(weight_format, recipe, {**packed, "scales": torch.ones_like(self.scales)})
+        self.layer, self.scales = layer, quantized["scales"]
+        self.centred = as_weight(weight_format, recipe, {**quantized, "scales": torch.ones_like(self.scales)})
         in_features = self.centred.shape[1]
-        g_idx = packed.get("g_idx")
+        g_idx = quantized.get("g_idx")
         if g_idx is not None and g_idx.numel() == in_features:
             self.group = g_idx.long()
         else:

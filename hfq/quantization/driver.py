@@ -24,10 +24,10 @@ from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.loading.matching.quantizable_layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher
-from hfq.quantization.finished_layer import put_finished, quantize_block
+from hfq.quantization.finished_layer import put_finished, quantize_decoder_layer
 from hfq.quantization.float_checkpoint import Source, sizes_known
 from hfq.quantization.journal import Journal
-from hfq.quantization.layer_inputs import Call, capture, run_block
+from hfq.quantization.layer_inputs import Call, capture, run_decoder_layer
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.progress import LayerReport, Progress, QuantizeReport
 from hfq.quantization.side_files import finish
@@ -101,10 +101,10 @@ class _Job:
         self.recipe = recipe
         self.calibration = calibration
         skipped = find_skipped(source.model, modules_to_not_convert)
-        for name in source.blocks:
-            with source.on_meta(name) as block:
-                check_unfused(block, name, skipped)
-        self.linears = {name: _layers_of(source, name, skipped) for name in source.blocks}
+        for name in source.decoder_layers:
+            with source.on_meta(name) as decoder_layer:
+                check_unfused(decoder_layer, name, skipped)
+        self.linears = {name: _layers_of(source, name, skipped) for name in source.decoder_layers}
         self.sizes = {name: size for sizes in self.linears.values() for name, size in sizes.items()}
         if not self.sizes:
             raise SetupError(
@@ -135,14 +135,16 @@ class _Job:
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
             is_made = shard not in self.journal
-            self._block(name, shard, hidden, calls.get(name, ()), is_last=number == len(self.source.blocks))
+            self._block(
+                name, shard, hidden, calls.get(name, ()), is_last=number == len(self.source.decoder_layers)
+            )
             made += is_made
             reports = tuple(LayerReport(**entry) for entry in self._notes(shard)["layers"])
             layers += reports
             seconds = time.perf_counter() - started
-            eta = seconds / made * (len(self.source.blocks) - number) if made else None
+            eta = seconds / made * (len(self.source.decoder_layers) - number) if made else None
             if progress is not None:
-                progress(Progress(name, number, len(self.source.blocks), reports, seconds, eta))
+                progress(Progress(name, number, len(self.source.decoder_layers), reports, seconds, eta))
         report = QuantizeReport(
             self.journal.target,
             self.format.describe(),
@@ -153,7 +155,7 @@ class _Job:
             {
                 name: tuple(found)
                 for name, shard in self._shards().items()
-                if (found := self._notes(shard)["recovered"])
+                if (found := self._notes(shard)["distilled"])
             },
         )
         finish(self.journal, self.source, self.recipe, self.format, report, self._dense(), self.calibration)
@@ -171,24 +173,25 @@ class _Job:
         is_done = shard in self.journal
         if is_done and (not hidden or is_last):
             return
-        held = () if self.recipe.moves_floats else self.linears[name]
-        with self.source.in_memory(name, held) if hidden else self.source.on_meta(name) as block:
+        held = () if self.recipe.changes_floats else self.linears[name]
+        with self.source.in_memory(name, held) if hidden else self.source.on_meta(name) as decoder_layer:
             linears = {
-                full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]
+                full: decoder_layer.get_submodule(full.removeprefix(f"{name}."))
+                for full in self.linears[name]
             }
-            targets = self.teacher.advance(block, calls) if self.teacher else None
+            targets = self.teacher.advance(decoder_layer, calls) if self.teacher else None
             if is_done:
                 changed = self._notes(shard)["changed"]
                 put_finished(
                     self.journal.folder / shard, self.source, name, linears, changed, self.format, self.recipe
                 )
             else:
-                made = quantize_block(
+                made = quantize_decoder_layer(
                     self.source, name, linears, self.format, self.recipe, hidden, calls, targets
                 )
-                self.journal.add(shard, dict(self._stored(name, made.packed, made.changed)), made.notes)
+                self.journal.add(shard, dict(self._stored(name, made.quantized, made.changed)), made.notes)
             for index, call in enumerate(calls if not is_last else ()):
-                hidden[index] = run_block(block, hidden[index], call)
+                hidden[index] = run_decoder_layer(decoder_layer, hidden[index], call)
         trim_heap()
 
     def _captured(self) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
@@ -198,40 +201,40 @@ class _Job:
         width = (
             1 if self.recipe.distill_steps else max(size for sizes in self.sizes.values() for size in sizes)
         )
-        captured = capture(self.source.model, self.source.blocks, self.calibration.batches(width))
+        captured = capture(self.source.model, self.source.decoder_layers, self.calibration.batches(width))
         trim_heap()
         return captured
 
     def _stored(
         self,
-        block: str,
-        packed: Mapping[str, Mapping[str, torch.Tensor]],
+        decoder_layer: str,
+        quantized: Mapping[str, Mapping[str, torch.Tensor]],
         changed: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, StoredTensor]]:
         """The shard of a block: packed layers for weights, what changed with them, all else as it is; the
         widest first.
         """
         new = {
-            self.source.stored(f"{block}.{local}").name: _as_stored(tensor)
+            self.source.stored(f"{decoder_layer}.{local}").name: _as_stored(tensor)
             for local, tensor in changed.items()
         }
-        owners = {self.source.stored(f"{full}.weight").name: full for full in packed}
+        owners = {self.source.stored(f"{full}.weight").name: full for full in quantized}
         entries: list[tuple[str, StoredTensor]] = []
-        for info in self.source.stored_of(block):
+        for info in self.source.stored_of(decoder_layer):
             if info.name not in owners:
                 entries.append((info.name, new.get(info.name) or _copied(info, self.source.reader)))
                 continue
             full = owners[info.name]
             entries += [
                 (f"{self.source.stored_module(full)}.{local}", _as_stored(tensor))
-                for local, tensor in packed[full].items()
+                for local, tensor in quantized[full].items()
             ]
         return iter(sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1][0]]))
 
     def _write_rest(self) -> None:
         """What belongs to no block, as it is stored."""
         shard = self._name(0)
-        in_blocks = {info.name for name in self.source.blocks for info in self.source.stored_of(name)}
+        in_blocks = {info.name for name in self.source.decoder_layers for info in self.source.stored_of(name)}
         rest = [info for name, info in self.source.checkpoint.tensors.items() if name not in in_blocks]
         if shard not in self.journal and rest:
             rest.sort(key=lambda info: -DTYPE_BITS[info.dtype])
@@ -243,16 +246,16 @@ class _Job:
         return self.journal.shards[shard]["notes"]
 
     def _shards(self) -> dict[str, str]:
-        return {name: self._name(number) for number, name in enumerate(self.source.blocks, 1)}
+        return {name: self._name(number) for number, name in enumerate(self.source.decoder_layers, 1)}
 
     def _name(self, number: int) -> str:
-        return f"model-{number + 1:05}-of-{len(self.source.blocks) + 1:05}.safetensors"
+        return f"model-{number + 1:05}-of-{len(self.source.decoder_layers) + 1:05}.safetensors"
 
     def _dense(self) -> list[str]:
         """The stored names of linear layers that stay floats."""
         names = set(find_linears(self.source.model, ""))
-        for block in self.source.blocks:
-            names |= _layers_of(self.source, block, []).keys()
+        for decoder_layer in self.source.decoder_layers:
+            names |= _layers_of(self.source, decoder_layer, []).keys()
         return sorted(self.source.stored_module(name) for name in names - self.sizes.keys())
 
     def _check_sizes(self) -> int:
@@ -319,8 +322,8 @@ def _calibration(
 
 
 def _layers_of(source: Source, name: str, skipped: list[str]) -> dict[str, tuple[int, int]]:
-    with source.on_meta(name) as block:
-        return {full: size_of(layer) for full, layer in find_linears(block, name, skipped).items()}
+    with source.on_meta(name) as decoder_layer:
+        return {full: size_of(layer) for full, layer in find_linears(decoder_layer, name, skipped).items()}
 
 
 def _packed_nbytes(

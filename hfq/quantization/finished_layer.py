@@ -15,14 +15,14 @@ from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats import Format
 from hfq.modules.flat_buffer import read_tensor
 from hfq.quantization.awq_scales import AwqQuantizer
-from hfq.quantization.decoder_layer import DecoderLayerQuantizer, put_packed
+from hfq.quantization.decoder_layer import DecoderLayerQuantizer, put_quantized
 from hfq.quantization.distillation import Distillation
 from hfq.quantization.float_checkpoint import Source
 from hfq.quantization.folding import put
 from hfq.quantization.layer_inputs import Call
 from hfq.recipes.recipe import Recipe
 
-__all__ = ["FinishedLayer", "put_finished", "quantize_block"]
+__all__ = ["FinishedLayer", "put_finished", "quantize_decoder_layer"]
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class FinishedLayer:
     """What is stored of a block in place of its floats.
 
     Attributes:
-        packed: The tensors of each quantized layer, by its name in the model.
+        quantized: The tensors of each quantized layer, by its name in the model.
         changed: Other parameters that changed with them, by their names within the block, in the dtypes they
             are stored in.
         notes: What the journal keeps of it, as JSON types.
     """
 
-    packed: Mapping[str, Mapping[str, torch.Tensor]]
+    quantized: Mapping[str, Mapping[str, torch.Tensor]]
     changed: Mapping[str, torch.Tensor]
     notes: Mapping[str, Any]
 
 
-def quantize_block(
+def quantize_decoder_layer(
     source: Source,
     name: str,
     linears: Mapping[str, nn.Module],
@@ -64,20 +64,22 @@ def quantize_block(
         calls: Its call for each.
         targets: What the float model has behind the block, for recovery.
     """
-    block, dtype_of = source.blocks[name], functools.partial(source.dtype_of, name)
+    decoder_layer, dtype_of = source.decoder_layers[name], functools.partial(source.dtype_of, name)
     kind = AwqQuantizer if recipe.method == "awq" else DecoderLayerQuantizer
-    quantizer = kind(block, linears, weight_format, recipe, source.weight, dtype_of)
-    packed, reports = quantizer.run(hidden, calls)
-    recovered = None
+    quantizer = kind(decoder_layer, linears, weight_format, recipe, source.weight, dtype_of)
+    quantized, reports = quantizer.run(hidden, calls)
+    distilled = None
     if targets is not None:
-        recovery = Distillation(block, linears, packed, quantizer.changed, weight_format, recipe, dtype_of)
-        recovered = recovery.run(hidden, calls, targets)
+        recovery = Distillation(
+            decoder_layer, linears, quantized, quantizer.changed, weight_format, recipe, dtype_of
+        )
+        distilled = recovery.run(hidden, calls, targets)
     notes = {
         "layers": [asdict(report) for report in reports],
         "changed": sorted(quantizer.changed),
-        "recovered": recovered,
+        "distilled": distilled,
     }
-    return FinishedLayer(packed, quantizer.changed, notes)
+    return FinishedLayer(quantized, quantizer.changed, notes)
 
 
 def put_finished(
@@ -109,8 +111,8 @@ def put_finished(
             for stored, info in finished.tensors.items()
             if stored.startswith(prefix) and stored != f"{prefix}bias"
         }
-        put_packed(layer, weight_format, recipe, own)
+        put_quantized(layer, weight_format, recipe, own)
     for parameter in changed:
         owner, _, local = parameter.rpartition(".")
         stored = finished.tensors[source.stored(f"{name}.{parameter}").name]
-        put(source.blocks[name].get_submodule(owner), local, read_tensor(reader, stored).float())
+        put(source.decoder_layers[name].get_submodule(owner), local, read_tensor(reader, stored).float())

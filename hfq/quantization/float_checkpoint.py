@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import check_floats
-from hfq.formats.unquantized import Dense
+from hfq.formats.unquantized import Unquantized
 from hfq.loading.config import HfqConfig
 from hfq.loading.loaded_model import loader_of
-from hfq.loading.matching.quantizable_layers import find_blocks
+from hfq.loading.matching.quantizable_layers import find_decoder_layers
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.host_memory import untouched_rings
-from hfq.offload.unit import DenseParameter
+from hfq.offload.host_memory import untouched_buffers
+from hfq.offload.unit import UnquantizedParameter
 from hfq.quantization.temporary_forward import hold, let_go
 from hfq.tensor_spec import TensorInfo
 
@@ -46,18 +46,18 @@ class Source:
         root = loader_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
         check_floats(self.checkpoint, "nothing was written")
-        with untouched_rings():
+        with untouched_buffers():
             self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32
             )
         self.model.eval()
         self.reader = Reader(self.checkpoint)
-        self.blocks = find_blocks(self.model)
+        self.decoder_layers = find_decoder_layers(self.model)
         for module in self.model.modules():
             if isinstance(module, QuantizedExperts):
                 module.prefetch = None  # its layers are brought into memory with their block
         self._match = loader_of(self.model).match
-        self._packed = loader_of(self.model).packed
+        self._quantized = loader_of(self.model).quantized
 
     def digest(self) -> str:
         """Of the config and of every file's identity: changes where the checkpoint does."""
@@ -69,30 +69,34 @@ class Source:
     def stored(self, parameter: str) -> TensorInfo:
         """Where a parameter of the model is stored."""
         module, _, local = parameter.rpartition(".")
-        return self._packed[module].infos[local] if module in self._packed else self._match.dense[parameter]
+        return (
+            self._quantized[module].infos[local]
+            if module in self._quantized
+            else self._match.unquantized[parameter]
+        )
 
-    def dtype_of(self, block: str, local: str) -> torch.dtype:
+    def dtype_of(self, decoder_layer: str, local: str) -> torch.dtype:
         """The dtype that a parameter of a block is stored in."""
-        return torch_dtype(self.stored(f"{block}.{local}").dtype)
+        return torch_dtype(self.stored(f"{decoder_layer}.{local}").dtype)
 
     def stored_module(self, name: str) -> str:
         """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
         weight = f"{name}.weight"
-        is_stored = name in self._packed or weight in self._match.dense
+        is_stored = name in self._quantized or weight in self._match.unquantized
         return self.stored(weight).name.removesuffix(".weight") if is_stored else name
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight of a layer as it is stored, [out, in] but for a Conv1D."""
         return read_tensor(self.reader, self.stored(f"{name}.weight"))
 
-    def stored_of(self, block: str) -> list[TensorInfo]:
+    def stored_of(self, decoder_layer: str) -> list[TensorInfo]:
         """The stored tensors of a block, in the order of the checkpoint."""
-        parameters = [name for name in self._match.dense if name.startswith(f"{block}.")]
-        names = {self._match.dense[name].name for name in parameters}
+        parameters = [name for name in self._match.unquantized if name.startswith(f"{decoder_layer}.")]
+        names = {self._match.unquantized[name].name for name in parameters}
         names |= {
             info.name
-            for name, module in self._packed.items()
-            if name.startswith(f"{block}.")
+            for name, module in self._quantized.items()
+            if name.startswith(f"{decoder_layer}.")
             for info in module.infos.values()
         }
         return [info for name, info in self.checkpoint.tensors.items() if name in names]
@@ -100,21 +104,23 @@ class Source:
     @contextlib.contextmanager
     def on_meta(self, name: str) -> Iterator[nn.Module]:
         """The block without weights as long as the context lasts, with experts as linear layers."""
-        block = self.blocks[name]
+        decoder_layer = self.decoder_layers[name]
         experts = {
-            local: module for local, module in block.named_modules() if isinstance(module, QuantizedModule)
+            local: module
+            for local, module in decoder_layer.named_modules()
+            if isinstance(module, QuantizedModule)
         }
         try:
             for local, module in experts.items():
                 _replace(
-                    block,
+                    decoder_layer,
                     local,
                     nn.Linear(module.in_features, module.out_features, "bias" in module.infos, device="meta"),
                 )
-            yield block
+            yield decoder_layer
         finally:
             for local, module in experts.items():
-                _replace(block, local, module)
+                _replace(decoder_layer, local, module)
 
     @contextlib.contextmanager
     def in_memory(self, name: str, layers: Collection[str] = ()) -> Iterator[nn.Module]:
@@ -125,13 +131,14 @@ class Source:
             layers: Linear layers of it, by their names in the model, that compute with their weights as they
                 are stored. Every other parameter is in float32.
         """
-        resting: list[tuple[DenseParameter, nn.Parameter]] = []
-        with self.on_meta(name) as block:
+        resting: list[tuple[UnquantizedParameter, nn.Parameter]] = []
+        with self.on_meta(name) as decoder_layer:
             held = {
-                f"{layer}.weight": block.get_submodule(layer.removeprefix(f"{name}.")) for layer in layers
+                f"{layer}.weight": decoder_layer.get_submodule(layer.removeprefix(f"{name}."))
+                for layer in layers
             }
             try:
-                for parameter, _ in list(block.named_parameters()):
+                for parameter, _ in list(decoder_layer.named_parameters()):
                     full = f"{name}.{parameter}"
                     info = self.stored(full)
                     value = read_tensor(self.reader, info)
@@ -139,26 +146,26 @@ class Source:
                         hold(
                             held[full],
                             {"weight": value if isinstance(held[full], nn.Linear) else value.t()},
-                            Dense(),
+                            Unquantized(),
                         )
                         continue
                     owner, local = (
-                        block.get_submodule(parameter.rpartition(".")[0]),
+                        decoder_layer.get_submodule(parameter.rpartition(".")[0]),
                         parameter.rpartition(".")[2],
                     )
-                    slot = DenseParameter(owner, local, info)
-                    resting.append((slot, slot.give(value.to(torch.float32))))
-                yield block
+                    weight = UnquantizedParameter(owner, local, info)
+                    resting.append((weight, weight.give(value.to(torch.float32))))
+                yield decoder_layer
             finally:
-                for slot, before in resting:
-                    slot.give(before)
+                for weight, before in resting:
+                    weight.give(before)
                 for layer in held.values():
                     let_go(layer)
 
 
-def _replace(block: nn.Module, name: str, module: nn.Module) -> None:
+def _replace(decoder_layer: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, local = name.rpartition(".")
-    setattr(block.get_submodule(parent), local, module)
+    setattr(decoder_layer.get_submodule(parent), local, module)
 
 
 def sizes_known(config: Any, *names: str) -> int | None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hfq.loading.matching.quantizable_layers import is_expert, size_of, with_number_of, without_number
-from hfq.quantization.layer_inputs import Call, run_block
+from hfq.quantization.layer_inputs import Call, run_decoder_layer
 
 __all__ = ["Fold", "Trace", "find_fold", "scale_columns", "trace"]
 
@@ -120,7 +120,9 @@ class Trace:
         return [other for other, inputs in self.inputs.items() if _is_same(inputs, self.inputs[name])]
 
 
-def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tensor, call: Call) -> Trace:
+def trace(
+    decoder_layer: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tensor, call: Call
+) -> Trace:
     """Runs a block and keeps what its linear layers get and its norms give; all is kept alive, so that no two
     share memory.
     """
@@ -137,7 +139,7 @@ def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tens
         layer.register_forward_pre_hook(lambda module, args, name=name: saw_input(name, args))
         for name, layer in linears.items()
     ]
-    for name, module in block.named_modules():
+    for name, module in decoder_layer.named_modules():
         if _is_norm(module):
             hooks.append(
                 module.register_forward_hook(
@@ -145,14 +147,14 @@ def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tens
                 )
             )
     try:
-        return Trace(inputs, norms, run_block(block, hidden, call))
+        return Trace(inputs, norms, run_decoder_layer(decoder_layer, hidden, call))
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def find_fold(
-    block: nn.Module,
+    decoder_layer: nn.Module,
     linears: Mapping[str, nn.Module],
     group: Sequence[str],
     seen: Trace,
@@ -163,7 +165,7 @@ def find_fold(
     """The module that can take a scale of the input of some layers.
 
     Args:
-        block: The block, its weights in place; afterwards it is as it was.
+        decoder_layer: The block, its weights in place; afterwards it is as it was.
         linears: All of its layers that are quantized: the only linear layers that may change.
         group: Those with this input.
         seen: What `trace` saw of these hidden states.
@@ -177,35 +179,35 @@ def find_fold(
     """
     pattern = without_number(group[0])
     if is_expert(group[0]) and pattern in known:
-        return _of_expert(known[pattern], group[0], block, linears)
+        return _of_expert(known[pattern], group[0], decoder_layer, linears)
     if group[0] not in seen.inputs:
         return None
     layers = [linears[name] for name in group]
-    effect = _change(block, layers, None, seen.output, hidden, call)
-    candidates = _candidates(block, linears, group, seen) if effect else ()
+    effect = _change(decoder_layer, layers, None, seen.output, hidden, call)
+    candidates = _candidates(decoder_layer, linears, group, seen) if effect else ()
     fits = (
         fold
         for fold in candidates
-        if _change(block, layers, fold, seen.output, hidden, call) <= _EQUAL * effect
+        if _change(decoder_layer, layers, fold, seen.output, hidden, call) <= _EQUAL * effect
     )
     known[pattern] = next(fits, None)
     return known[pattern]
 
 
 def _of_expert(
-    like: Fold | None, layer: str, block: nn.Module, linears: Mapping[str, nn.Module]
+    like: Fold | None, layer: str, decoder_layer: nn.Module, linears: Mapping[str, nn.Module]
 ) -> Fold | None:
     """What was found for one expert, for the expert of this layer."""
     if like is None:
         return None
     name = with_number_of(like.name, layer)
-    module = block.get_submodule(name)
+    module = decoder_layer.get_submodule(name)
     is_free = like.is_norm or any(module is quantized for quantized in linears.values())
     return dataclasses.replace(like, name=name, module=module) if is_free else None
 
 
 def _candidates(
-    block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace
+    decoder_layer: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace
 ) -> Iterator[Fold]:
     """The norm that gives the group's input; else linear layers that ran before, the last one first."""
     inputs = seen.inputs[group[0]]
@@ -214,8 +216,10 @@ def _candidates(
         if _is_same(output, inputs):
             yield Fold(name, module, channels)
             yield Fold(name, module, channels, offset=1.0)
-    names = {module: name for name, module in block.named_modules()}
-    dims = {vars(module).get(name) for module in block.modules() for name in ("head_dim", "head_size")}
+    names = {module: name for name, module in decoder_layer.named_modules()}
+    dims = {
+        vars(module).get(name) for module in decoder_layer.modules() for name in ("head_dim", "head_size")
+    }
     head_dims = sorted(dim for dim in dims if isinstance(dim, int))
     ran = list(seen.inputs)
     for name in reversed(ran[: ran.index(group[0])]):
@@ -242,7 +246,7 @@ def _channel_maps(given: int, taken: int, dims: Iterable[int]) -> Iterator[torch
 
 
 def _change(
-    block: nn.Module,
+    decoder_layer: nn.Module,
     layers: Sequence[nn.Module],
     fold: Fold | None,
     expected: torch.Tensor,
@@ -261,7 +265,7 @@ def _change(
             scale, _ = fold.give(kept, lambda name: torch.float32)
         for layer in layers:
             scale_columns(layer, scale)
-        return float((run_block(block, hidden, call) - expected).norm())
+        return float((run_decoder_layer(decoder_layer, hidden, call) - expected).norm())
 
 
 @contextlib.contextmanager

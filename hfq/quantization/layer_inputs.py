@@ -17,7 +17,16 @@ from hfq.loading.matching.quantizable_layers import size_of
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.triangular_matrix import TriangularMatrix
 
-__all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "forward_block", "measure", "run_block"]
+__all__ = [
+    "Call",
+    "Moments",
+    "Stage",
+    "capture",
+    "find_stages",
+    "forward_decoder_layer",
+    "measure",
+    "run_decoder_layer",
+]
 
 
 class _Enough(Exception):
@@ -37,13 +46,13 @@ Stage = list[list[str]]
 
 
 def capture(
-    model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[torch.Tensor]
+    model: nn.Module, decoder_layers: Mapping[str, nn.Module], batches: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
     """The hidden states that reach the first block, and the calls of all blocks, of which none computes.
 
     Args:
         model: The model; what lies before its blocks must be able to compute.
-        blocks: Its blocks in order.
+        decoder_layers: Its blocks in order.
         batches: Token ids [batch, length].
 
     Returns:
@@ -54,8 +63,8 @@ def capture(
     """
     with torch.no_grad():
         for is_tuple in (False, True):  # some models take the first of what a block returns
-            recorder = _Recorder(list(blocks), is_tuple)
-            with recorder.within(blocks):
+            recorder = _Recorder(list(decoder_layers), is_tuple)
+            with recorder.within(decoder_layers):
                 for batch in batches:
                     with contextlib.suppress(_Enough):
                         model(input_ids=batch, use_cache=False)
@@ -82,17 +91,17 @@ class _Recorder:
         return self.broken is None and all(len(calls) == len(self.hidden) for calls in self.calls.values())
 
     @contextlib.contextmanager
-    def within(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        kept = {name: vars(block).get("forward") for name, block in blocks.items()}
+    def within(self, decoder_layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        kept = {name: vars(decoder_layer).get("forward") for name, decoder_layer in decoder_layers.items()}
         try:
-            for name, block in blocks.items():
-                block.forward = self._forward(name)
+            for name, decoder_layer in decoder_layers.items():
+                decoder_layer.forward = self._forward(name)
             yield
         finally:
-            for name, block in blocks.items():
-                del block.forward
+            for name, decoder_layer in decoder_layers.items():
+                del decoder_layer.forward
                 if kept[name] is not None:
-                    block.forward = kept[name]  # type: ignore[assignment]
+                    decoder_layer.forward = kept[name]  # type: ignore[assignment]
 
     def _forward(self, name: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -110,20 +119,20 @@ class _Recorder:
         return forward
 
 
-def run_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+def run_decoder_layer(decoder_layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """The block's output, by its class's own forward: its weights are in place."""
     with torch.no_grad():
-        return forward_block(block, hidden, call)
+        return forward_decoder_layer(decoder_layer, hidden, call)
 
 
-def forward_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
-    """As `run_block`, and autograd records where it is on."""
-    output = type(block).forward(block, hidden, *call.args, **call.kwargs)
+def forward_decoder_layer(decoder_layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+    """As `run_decoder_layer`, and autograd records where it is on."""
+    output = type(decoder_layer).forward(decoder_layer, hidden, *call.args, **call.kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 
 def find_stages(
-    block: nn.Module,
+    decoder_layer: nn.Module,
     linears: Mapping[str, nn.Module],
     hidden: torch.Tensor,
     call: Call,
@@ -132,7 +141,7 @@ def find_stages(
     """In which order the layers of a block run, and which of them share an input.
 
     Args:
-        block: The block, its weights in place.
+        decoder_layer: The block, its weights in place.
         linears: Its linear layers by name.
         hidden: Hidden states to try it on.
         call: The block's call.
@@ -145,7 +154,7 @@ def find_stages(
     with _watching(
         linears, lambda name, inputs: reached.append((name, inputs))
     ):  # keeps inputs, so that no two share memory
-        run_block(block, hidden, call)
+        run_decoder_layer(decoder_layer, hidden, call)
     stages: dict[str, Stage] = {}
     previous: torch.Tensor | None = None
     group: list[str] = []
@@ -194,7 +203,7 @@ AnyMoments = TypeVar("AnyMoments", bound=Moments)
 
 
 def measure(
-    block: nn.Module,
+    decoder_layer: nn.Module,
     layers: Mapping[str, nn.Module],
     batches: Sequence[torch.Tensor],
     calls: Sequence[Call],
@@ -204,7 +213,7 @@ def measure(
     """The moments of the inputs of some layers over all batches.
 
     Args:
-        block: The block, its weights in place.
+        decoder_layer: The block, its weights in place.
         layers: The layers by name, one of each group.
         batches: The hidden states that reach the block.
         calls: Its call for each batch.
@@ -224,7 +233,7 @@ def measure(
                 raise _Enough
 
         with _watching(layers, add), contextlib.suppress(_Enough):
-            run_block(block, hidden, call)
+            run_decoder_layer(decoder_layer, hidden, call)
         trim_heap()
     return moments
 

@@ -75,7 +75,7 @@ def model_card(
             f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, "
             f"{losses[worst]:.3g} in {worst}.",
         ]
-    for block, (before, after) in report.recovered.items():
+    for block, (before, after) in report.distilled.items():
         kept = (
             f"fell from {before:.3g} to {after:.3g}"
             if after < before

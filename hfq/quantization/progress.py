@@ -19,7 +19,7 @@ class LayerReport:
         method: How it was quantized.
         tokens: The calibration tokens that reached it; None where the method needs none.
         loss: The mean squared error of its outputs on them.
-        damping: The damping that its factorization took.
+        damp_percent: The damping that its factorization took.
         exponent: The power of the activations' magnitudes that AWQ scaled its input channels by; None where
             nothing before it can take a scale.
     """
@@ -28,19 +28,17 @@ class LayerReport:
     method: str
     tokens: int | None = None
     loss: float | None = None
-    damping: float | None = None
+    damp_percent: float | None = None
     exponent: float | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One finished block: its name, its number of `blocks`, its layers, the seconds since the start, and an
-    estimate of the rest.
-    """
+    """A finished decoder layer: name, number, layers, seconds since the start and left."""
 
-    block: str
+    decoder_layer: str
     done: int
-    blocks: int
+    decoder_layers: int
     layers: tuple[LayerReport, ...]
     seconds: float
     eta_seconds: float | None
@@ -63,7 +61,7 @@ class QuantizeReport:
         nbytes: The bytes of all tensors.
         resumed: Blocks that an earlier run had finished.
         seconds: How long it took.
-        recovered: With recovery, the mean squared error of each block's outputs before and after it.
+        distilled: With recovery, the mean squared error of each block's outputs before and after it.
     """
 
     path: Path
@@ -72,4 +70,4 @@ class QuantizeReport:
     nbytes: int
     resumed: int
     seconds: float
-    recovered: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    distilled: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -73,14 +73,16 @@ def _check(folder: Path, source: Source, config: dict[str, Any], report: Quantiz
     """hfq itself must see the layers packed, and everything else as it was."""
     written = Checkpoint.open(folder)
     found = detect_formats(tensors_by_module(written.tensors), config)
-    packed = {source.stored(f"{layer.name}.weight").name.removesuffix(".weight") for layer in report.layers}
+    quantized = {
+        source.stored(f"{layer.name}.weight").name.removesuffix(".weight") for layer in report.layers
+    }
     kept = {
         name: str(info)
         for name, info in source.checkpoint.tensors.items()
-        if name.removesuffix(".weight") not in packed
+        if name.removesuffix(".weight") not in quantized
     }
-    if set(found) != packed or any(str(written.tensors.get(name)) != text for name, text in kept.items()):
-        odd = min(set(found) ^ packed, default="") or min(
+    if set(found) != quantized or any(str(written.tensors.get(name)) != text for name, text in kept.items()):
+        odd = min(set(found) ^ quantized, default="") or min(
             name for name in kept if str(written.tensors.get(name)) != kept[name]
         )
         raise CheckpointError(

@@ -19,7 +19,7 @@ _PANEL_NBYTES = 1 << 20
 """Of a panel in floats; what a format makes on the way takes as much again, or more."""
 
 
-class _Held:
+class _TemporaryForward:
     """The forward of a layer that is held."""
 
     def __init__(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:
@@ -27,7 +27,7 @@ class _Held:
         self.layer = layer
         self.tensors = {**tensors}
         self.format = weight_format
-        self.before: Callable | None = before.before if isinstance(before, _Held) else before
+        self.before: Callable | None = before.before if isinstance(before, _TemporaryForward) else before
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         bias = self.layer._parameters.get("bias")
@@ -44,13 +44,13 @@ def hold(layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: F
         tensors: A weight [out, in] by the local names of its format.
         weight_format: Their format.
     """
-    layer.forward = _Held(layer, tensors, weight_format)
+    layer.forward = _TemporaryForward(layer, tensors, weight_format)
 
 
 def let_go(layer: nn.Module) -> None:
     """Gives a layer that is held its own forward again."""
     held = vars(layer).get("forward")
-    if isinstance(held, _Held):
+    if isinstance(held, _TemporaryForward):
         del layer.forward
         if held.before is not None:
             layer.forward = held.before
@@ -59,4 +59,4 @@ def let_go(layer: nn.Module) -> None:
 def tensors_of(layer: nn.Module) -> Mapping[str, torch.Tensor] | None:
     """What a layer computes with if it is held."""
     held = vars(layer).get("forward")
-    return held.tensors if isinstance(held, _Held) else None
+    return held.tensors if isinstance(held, _TemporaryForward) else None

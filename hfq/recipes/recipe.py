@@ -165,7 +165,7 @@ class Recipe:
         return self.measures or self.distill_steps > 0
 
     @property
-    def moves_floats(self) -> bool:
+    def changes_floats(self) -> bool:
         """Whether a block's float weights change before they are rounded, or with what is trained, and lie in
         float32 for that.
         """

@@ -22,7 +22,7 @@ def predict_memory(loading: ModelLoader, rows: int, context: int) -> dict[str, i
     """
     model, offloader = loading.model, loading.offloader
     dtype = str(model.dtype).removeprefix("torch.")
-    running = 0 if offloader is None else offloader.regions.nbytes + offloader.experts.nbytes
+    running = 0 if offloader is None else offloader.buffers.nbytes + offloader.experts.nbytes
     if context:
         running += kv_nbytes(kv_layers(model)[0], 1, context, dtype)
     if rows:

@@ -27,34 +27,35 @@ class SpeedReport:
     """Predicted and achieved seconds of a load and of a step of one token.
 
     Attributes:
-        load_predicted: Of a load that brings in what this one had to bring in.
-        load_achieved: From the skeleton to the placed model.
-        step_predicted: Of one token, with a short context; None where no rate of it is known.
-        step_achieved: The median of three; None where it was not measured.
+        load_predicted_seconds: Of a load that brings in what this one had to bring in.
+        load_achieved_seconds: From the skeleton to the placed model.
+        step_predicted_seconds: Of one token, with a short context; None where no rate of it is known.
+        step_achieved_seconds: The median of three; None where it was not measured.
         dominant: What decides the predicted step.
         source: Where the rates come from: `measured` by `hfq profile-machine`, or the limits of standards.
     """
 
-    load_predicted: float
-    load_achieved: float
-    step_predicted: float | None
-    step_achieved: float | None
+    load_predicted_seconds: float
+    load_achieved_seconds: float
+    step_predicted_seconds: float | None
+    step_achieved_seconds: float | None
     dominant: str
     source: str
 
     def __str__(self) -> str:
         achieved = (
             "not measured"
-            if self.step_achieved is None
-            else f"achieved {1 / self.step_achieved:.3g} tokens/s"
+            if self.step_achieved_seconds is None
+            else f"achieved {1 / self.step_achieved_seconds:.3g} tokens/s"
         )
         predicted = (
             "not predicted"
-            if self.step_predicted is None
-            else f"predicted {1 / self.step_predicted:.3g} tokens/s"
+            if self.step_predicted_seconds is None
+            else f"predicted {1 / self.step_predicted_seconds:.3g} tokens/s"
         )
         return (
-            f"load: predicted {self.load_predicted:.3g} s, achieved {self.load_achieved:.3g} s\n"
+            f"load: predicted {self.load_predicted_seconds:.3g} s, "
+            f"achieved {self.load_achieved_seconds:.3g} s\n"
             f"one token: {predicted}, {achieved}; decided by {self.dominant}\n"
             f"rates: {self.source}"
         )
@@ -130,7 +131,7 @@ def _work(loading: ModelLoader) -> Work:
         is_on_cpu,
         calls=count_calls(model, dtype, routed),
         stages=_stages(loading, routed),
-        ring=0 if offloader is None else offloader.regions.nbytes,
+        buffer=0 if offloader is None else offloader.buffers.nbytes,
     )
 
 
@@ -145,7 +146,9 @@ def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:
 
 def _home_of(unit: str, devices: Mapping[str, str]) -> str | None:
     """The home of the tensors of a unit, which have one in common."""
-    return next((home for name, home in devices.items() if name == unit or name.startswith(f"{unit}.")), None)
+    return next(
+        (device for name, device in devices.items() if name == unit or name.startswith(f"{unit}.")), None
+    )
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:

@@ -59,7 +59,7 @@ class OffloadReport:
         expert_hits: Routed experts that were kept.
         expert_misses: Routed experts that were read.
         expert_nbytes: The bytes of experts that are kept.
-        expert_budget: The most that may be kept.
+        expert_cache_nbytes: The most that may be kept.
     """
 
     mode: str
@@ -78,7 +78,7 @@ class OffloadReport:
     expert_hits: int
     expert_misses: int
     expert_nbytes: int
-    expert_budget: int
+    expert_cache_nbytes: int
 
     @property
     def read_bandwidth(self) -> float | None:
@@ -217,31 +217,31 @@ def _homes(plan: Plan) -> list[DeviceReport]:
     moved: dict[str, int] = {}
     for entry in plan.entries:
         moved[entry.device] = moved.get(entry.device, 0) + entry.nbytes * entry.is_moved
-    return [DeviceReport(home, nbytes, moved[home]) for home, nbytes in plan.nbytes_by_device().items()]
+    return [DeviceReport(device, nbytes, moved[device]) for device, nbytes in plan.nbytes_by_device().items()]
 
 
 def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
-    regions = offloader.regions
+    buffers = offloader.buffers
     experts = offloader.experts
-    schedule = offloader.schedule
+    prefetch_order = offloader.prefetch_order
     return OffloadReport(
         mode=offloader.source.mode,
         units=len(offloader.units),
         pass_nbytes=offloader.pass_nbytes,
-        buffer_nbytes=regions.nbytes,
-        huge_page_nbytes=huge_page_nbytes(regions.buffer) if regions.buffer.numel() else None,
+        buffer_nbytes=buffers.nbytes,
+        huge_page_nbytes=huge_page_nbytes(buffers.buffer) if buffers.buffer.numel() else None,
         passes=offloader.passes,
-        unit_forwards=schedule.unit_forwards,
-        prefetch_misses=schedule.prefetch_misses,
+        unit_forwards=prefetch_order.unit_forwards,
+        prefetch_misses=prefetch_order.prefetch_misses,
         buffer_overflows=offloader.buffer_overflows,
         nbytes_read=offloader.source.nbytes_read,
         read_seconds=offloader.pool.busy_seconds,
         stall_seconds=offloader.stall_seconds,
-        disk_bandwidth=measure_limit(offloader.source, regions.layouts) if measure else None,
+        disk_bandwidth=measure_limit(offloader.source, buffers.layouts) if measure else None,
         expert_hits=experts.hits,
         expert_misses=experts.misses,
         expert_nbytes=experts.nbytes,
-        expert_budget=experts.budget,
+        expert_cache_nbytes=experts.budget,
     )
 
 
@@ -269,7 +269,7 @@ def _stream_lines(offload: OffloadReport) -> list[str]:
         lines.append(
             f"experts: {offload.expert_hits} kept, {offload.expert_misses} read; {offload.expert_nbytes:,} "
             f"of "
-            f"{offload.expert_budget:,} B in use"
+            f"{offload.expert_cache_nbytes:,} B in use"
         )
     return lines
 

@@ -43,8 +43,8 @@ def test_ratios_are_taken_within_a_round():
         for weights, times in (("bf16", (2.0, 20.0, 9.0)), ("fp8", (1.0, 10.0, 3.0)))
         for number, seconds in enumerate(times)
     ]
-    assert generate._over_stock(records, "fp8", "decode", 1) == 2.0
-    assert generate._over_stock(records, "gptq4", "decode", 1) is None
+    assert generate._over_plain(records, "fp8", "decode", 1) == 2.0
+    assert generate._over_plain(records, "gptq4", "decode", 1) is None
 
 
 def test_layers_are_the_packed_bytes_without_the_head(report):

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from hfq.checkpoint import Checkpoint, Reader, read_plan
 from hfq.checkpoint import execute_reads as execute
-from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
+from hfq.checkpoint.execute_reads import cold_ranges, fill_page_cache, read_into_buffer
 from hfq.checkpoint.filesystem import resident_fraction
-from hfq.checkpoint.read_plan import Arena, ModuleRead, plan_reads
+from hfq.checkpoint.read_plan import ModuleRead, ReadBuffer, plan_reads
 from hfq.tensor_spec import ByteRange
 from tests.support.checkpoint_files import refused, stored_bytes
 
@@ -41,7 +41,7 @@ def checkpoint(tmp_path):
 def planned(checkpoint, names=None, kind="private"):
     """A plan that reads these tensors, two to a row."""
     names = sorted(names or checkpoint.tensors)
-    rows = [
+    reads = [
         ModuleRead(
             name,
             "cpu",
@@ -53,19 +53,19 @@ def planned(checkpoint, names=None, kind="private"):
         for i, name in enumerate(names)
         if i % 2 == 0
     ]
-    return plan_reads(rows, [Arena("arena", 0, kind)])
+    return plan_reads(reads, [ReadBuffer("arena", 0, kind)])
 
 
 def arena_of(plan):
-    (name,) = plan.arenas  # a staging arena's batches have numbers
+    (name,) = plan.buffers  # a staging arena's batches have numbers
     return name
 
 
 def digests(plan, target):
     found = {}
-    for row in plan.rows_of(arena_of(plan)):
-        for local, segment in row.layout[0].items():
-            start = row.offset + segment.offset
+    for read in plan.reads_into(arena_of(plan)):
+        for local, segment in read.layout[0].items():
+            start = read.offset + segment.offset
             found[local] = hashlib.sha256(target[start : start + segment.nbytes]).hexdigest()
     return found
 
@@ -78,7 +78,7 @@ def expected(checkpoint, names=None):
 
 
 def memory(plan):
-    return memoryview(bytearray(b"\xaa" * plan.arenas[arena_of(plan)].nbytes))
+    return memoryview(bytearray(b"\xaa" * plan.buffers[arena_of(plan)].nbytes))
 
 
 def no_threads():
@@ -97,7 +97,7 @@ def test_what_is_read_is_what_is_stored(checkpoint, threads, chunk, monkeypatch)
     monkeypatch.setattr(read_plan, "_MOST_BYTES", chunk)
     plan = planned(checkpoint)
     reader, target, steps = Reader(checkpoint), memory(plan), []
-    read_arena(plan, arena_of(plan), target, reader, threads, steps.append)
+    read_into_buffer(plan, arena_of(plan), target, reader, threads, steps.append)
     assert digests(plan, target) == expected(checkpoint)
     assert reader.counters.bytes_read == plan.bytes_read == sum(steps) == plan.bytes_needed
     assert len(steps) == len(plan.requests[arena_of(plan)]) == reader.counters.calls
@@ -109,14 +109,14 @@ def test_gaps_go_nowhere(checkpoint):
     names = [name for name in checkpoint.tensors if not name.endswith(".1000")][::2]
     plan, reader = planned(checkpoint, names), Reader(checkpoint)
     target = memory(plan)
-    read_arena(plan, arena_of(plan), target, reader)
+    read_into_buffer(plan, arena_of(plan), target, reader)
     assert digests(plan, target) == expected(checkpoint, names)
     assert reader.counters.bytes_read == plan.bytes_read > plan.bytes_needed
     used = {
         byte
-        for row in plan.rows_of(arena_of(plan))
-        for segment in row.layout[0].values()
-        for byte in range(row.offset + segment.offset, row.offset + segment.offset + segment.nbytes)
+        for read in plan.reads_into(arena_of(plan))
+        for segment in read.layout[0].values()
+        for byte in range(read.offset + segment.offset, read.offset + segment.offset + segment.nbytes)
     }
     assert {value for byte, value in enumerate(target) if byte not in used} == {0xAA}
 
@@ -134,7 +134,7 @@ def test_short_reads_are_continued(checkpoint, threads, monkeypatch):
     monkeypatch.setattr(os, "preadv", short)
     plan, reader = planned(checkpoint), Reader(checkpoint)
     target = memory(plan)
-    read_arena(plan, arena_of(plan), target, reader, threads)
+    read_into_buffer(plan, arena_of(plan), target, reader, threads)
     assert digests(plan, target) == expected(checkpoint)
     assert reader.counters.bytes_read == plan.bytes_read
     assert reader.counters.calls > len(plan.requests[arena_of(plan)])
@@ -153,7 +153,7 @@ def test_the_first_error_ends_all_threads(checkpoint, monkeypatch):
     monkeypatch.setattr(os, "preadv", failing)
     plan = planned(checkpoint)
     with refused("Input/output error", "cannot be read any more"):
-        read_arena(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
+        read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
     assert no_threads()
     assert 10 <= len(calls) <= 10 + 4
     assert len(plan.requests[arena_of(plan)]) > 100
@@ -167,7 +167,7 @@ def test_a_truncated_file_is_an_error(checkpoint, is_open, monkeypatch):
         reader.descriptor(file)
     os.truncate(file, 100_000)
     with refused("changed after it was validated", file=file):
-        read_arena(plan, arena_of(plan), memory(plan), reader, 4)
+        read_into_buffer(plan, arena_of(plan), memory(plan), reader, 4)
     assert no_threads()
 
 
@@ -177,7 +177,7 @@ def test_an_error_of_the_progress_callback_is_raised(checkpoint):
 
     plan = planned(checkpoint)
     with pytest.raises(ZeroDivisionError):
-        read_arena(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4, fail)
+        read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4, fail)
     assert no_threads()
 
 
@@ -195,7 +195,7 @@ def test_an_interrupt_ends_all_threads(checkpoint, monkeypatch):
     monkeypatch.setattr(os, "preadv", interrupting)
     plan = planned(checkpoint)
     with pytest.raises(KeyboardInterrupt):
-        read_arena(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
+        read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
     assert no_threads()
     assert len(calls) < len(plan.requests[arena_of(plan)])
 
@@ -212,7 +212,7 @@ def test_two_threads_are_at_work_at_once(checkpoint, monkeypatch):
     monkeypatch.setattr(read_plan, "_MOST_BYTES", 4096)
     monkeypatch.setattr(os, "preadv", meet)
     plan = planned(checkpoint)
-    read_arena(plan, arena_of(plan), memory(plan), Reader(checkpoint), 2)
+    read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 2)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_a_file_that_is_read_whole_is_read_ahead_and_a_part_is_not(checkpoint, a
     first = [name for name in checkpoint.tensors if name.startswith("1.")]
     one = "2.0.70000"
     plan = planned(checkpoint, [*first, one], kind="staging")
-    read_arena(plan, arena_of(plan), memory(plan), Reader(checkpoint))
+    read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint))
     assert sorted(advice[:2]) == [("RANDOM", 0, 0), ("SEQUENTIAL", 0, 0)]
     assert advice[2:] == [("NORMAL", 0, 0)] * 2
 
@@ -246,7 +246,7 @@ def test_pages_are_let_go_behind_a_copy_that_stays_unless_they_were_cached_befor
 ):
     monkeypatch.setattr(execute, "resident_fraction", lambda *_: fraction)
     plan = planned(checkpoint, kind=kind)
-    read_arena(plan, arena_of(plan), memory(plan), Reader(checkpoint))
+    read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint))
     dropped = [(offset, nbytes) for name, offset, nbytes in advice if name == "DONTNEED"]
     sources = [(request.source.offset, request.source.nbytes) for request in plan.requests[arena_of(plan)]]
     assert sorted(dropped) == (sorted(sources) if kind != "staging" and fraction == 0.0 else [])
@@ -262,9 +262,9 @@ def test_cold_ranges_are_found_and_brought_in(checkpoint):
         os.close(descriptor)
     if any(resident_fraction(reader.descriptor(source.file), source) != 0 for source in ranges):
         pytest.skip("this file system does not let go of pages")
-    bring_in(ranges[:1], reader, progress=steps.append)
+    fill_page_cache(ranges[:1], reader, progress=steps.append)
     assert cold_ranges(ranges, reader) == ranges[1:]
-    bring_in(ranges, reader, progress=steps.append)
+    fill_page_cache(ranges, reader, progress=steps.append)
     assert cold_ranges(ranges, reader) == []
     assert reader.counters.populated == sum(steps) == 2 * ranges[0].nbytes + ranges[1].nbytes
     assert reader.counters.bytes_read == 0
@@ -281,5 +281,5 @@ def test_a_file_truncated_before_it_is_brought_in_is_an_error(checkpoint):
     reader.descriptor(file)
     os.truncate(file, 100_000)
     with refused("changed after it was validated", file=file):
-        bring_in([ByteRange(file, 0, 200_000)], reader)
+        fill_page_cache([ByteRange(file, 0, 200_000)], reader)
     assert no_threads()

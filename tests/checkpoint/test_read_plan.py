@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, Arena, ModuleRead, coalesce, plan_reads
+from hfq.checkpoint.read_plan import BUFFER_ALIGNMENT, ModuleRead, ReadBuffer, coalesce, plan_reads
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 MIB = 1 << 20
@@ -14,17 +14,19 @@ def info(name, offset, nbytes, file="a"):
     return TensorInfo(name, "U8", (nbytes,), ByteRange(file, offset, nbytes))
 
 
-def row(name, *infos, how="read", arena="cpu", home="cpu"):
-    return ModuleRead(name, home, how, "for a test", {tensor.name: tensor for tensor in infos}, arena)
+def read(name, *infos, how="read", buffer="cpu", home="cpu"):
+    return ModuleRead(name, home, how, "for a test", {tensor.name: tensor for tensor in infos}, buffer)
 
 
 def private(name="cpu", **options):
-    return Arena(name, 0, "private", **options)
+    return ReadBuffer(name, 0, "private", **options)
 
 
-def spans(plan, arena):
+def spans(plan, buffer):
     """(offset in the arena, bytes) of every target."""
-    return [target for request in plan.requests[arena] for target in request.targets if target[0] is not None]
+    return [
+        target for request in plan.requests[buffer] for target in request.targets if target[0] is not None
+    ]
 
 
 @pytest.fixture
@@ -34,35 +36,35 @@ def mixed():
     """
     return plan_reads(
         [
-            row("late", info("w", 9 * MIB, 1001, "b"), info("s", 10 * MIB, 7, "b")),
-            row("first", info("w", 100, 40 * MIB), info("s", 100 + 40 * MIB, 3), info("e", 0, 0)),
-            row("near", info("w", 200 + 40 * MIB, 500)),
-            row("map", info("w", 50 * MIB, 77), how="mapped"),
-            row("away", info("w", 60 * MIB, 77), how="disk", home="disk"),
-            row("away", info("s", 61 * MIB, 5), arena="checks", home="disk"),
+            read("late", info("w", 9 * MIB, 1001, "b"), info("s", 10 * MIB, 7, "b")),
+            read("first", info("w", 100, 40 * MIB), info("s", 100 + 40 * MIB, 3), info("e", 0, 0)),
+            read("near", info("w", 200 + 40 * MIB, 500)),
+            read("map", info("w", 50 * MIB, 77), how="mapped"),
+            read("away", info("w", 60 * MIB, 77), how="disk", home="disk"),
+            read("away", info("s", 61 * MIB, 5), buffer="checks", home="disk"),
         ],
-        [Arena("checks", 0, "staging", gap=0), private()],
+        [ReadBuffer("checks", 0, "staging", gap=0), private()],
     )
 
 
 def test_what_is_needed_is_read_once_and_nothing_overlaps(mixed):
     needed = 1001 + 7 + 40 * MIB + 3 + 500 + 5
     assert mixed.bytes_needed == needed
-    assert sum(nbytes for arena in mixed.arenas for _, nbytes in spans(mixed, arena)) == needed
+    assert sum(nbytes for buffer in mixed.buffers for _, nbytes in spans(mixed, buffer)) == needed
     assert mixed.bytes_read == needed + (200 - 103)  # the one gap that is small
-    for name, arena in mixed.arenas.items():
+    for name, buffer in mixed.buffers.items():
         end = 0
         for offset, nbytes in sorted(spans(mixed, name)):
             assert offset >= end
             end = offset + nbytes
-        assert end <= arena.nbytes
+        assert end <= buffer.nbytes
 
 
 def test_every_tensor_has_its_place(mixed):
     """Each request, byte for byte, as the tensors say it."""
-    for name in mixed.arenas:
+    for name in mixed.buffers:
         wanted = {}
-        for found in mixed.rows_of(name):
+        for found in mixed.reads_into(name):
             for local, tensor in found.infos.items():
                 start = found.offset + found.layout[0][local].offset
                 wanted |= {
@@ -84,11 +86,11 @@ def test_every_tensor_has_its_place(mixed):
 
 
 def test_every_row_starts_at_a_multiple_of_256_in_the_order_of_the_files(mixed):
-    rows = mixed.rows_of("cpu")
-    assert [found.name for found in rows] == ["first", "near", "late"]
-    assert all(found.offset % ARENA_ALIGNMENT == 0 for found in rows)
-    assert mixed.arenas["cpu"].nbytes % ARENA_ALIGNMENT == 0
-    assert rows[1].offset == 40 * MIB + ARENA_ALIGNMENT
+    reads = mixed.reads_into("cpu")
+    assert [found.name for found in reads] == ["first", "near", "late"]
+    assert all(found.offset % BUFFER_ALIGNMENT == 0 for found in reads)
+    assert mixed.buffers["cpu"].nbytes % BUFFER_ALIGNMENT == 0
+    assert reads[1].offset == 40 * MIB + BUFFER_ALIGNMENT
 
 
 def test_requests_are_few_and_never_larger_than_16_mib(mixed):
@@ -107,45 +109,53 @@ def test_requests_are_few_and_never_larger_than_16_mib(mixed):
     ("distance", "gap", "count"), [(0, 0, 1), (1, 0, 2), (65536, 65536, 1), (65537, 65536, 2)]
 )
 def test_neighbours_become_one_request_up_to_the_gap(distance, gap, count):
-    rows = [row("x", info("w", 0, 10)), row("y", info("w", 10 + distance, 10))]
-    plan = plan_reads(rows, [private(gap=gap)])
+    reads = [read("x", info("w", 0, 10)), read("y", info("w", 10 + distance, 10))]
+    plan = plan_reads(reads, [private(gap=gap)])
     assert len(plan.requests["cpu"]) == count
     assert plan.bytes_read == 20 + (distance if count == 1 else 0)
 
 
 def test_many_small_neighbours_are_no_more_targets_than_one_call_takes():
-    plan = plan_reads([row(f"{i:04}", info("w", 3 * i, 3)) for i in range(2000)], [private()])
+    plan = plan_reads([read(f"{i:04}", info("w", 3 * i, 3)) for i in range(2000)], [private()])
     assert [len(request.targets) for request in plan.requests["cpu"]] == [512, 512, 512, 464]
     assert plan.bytes_read == 6000
 
 
 def test_ranges_that_overlap_are_read_by_themselves():
-    plan = plan_reads([row("x", info("w", 0, 100)), row("y", info("w", 50, 100))], [private()])
+    plan = plan_reads([read("x", info("w", 0, 100)), read("y", info("w", 50, 100))], [private()])
     assert [request.source.nbytes for request in plan.requests["cpu"]] == [100, 100]
 
 
 def test_staging_is_cut_into_batches_that_fit_and_a_larger_row_is_one_by_itself():
     sizes = [300, 400, 300, 5000, 256, 256]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    rows = [
-        row(str(i), info("w", start, size), arena="cuda:0", home="cuda:0")
+    reads = [
+        read(str(i), info("w", start, size), buffer="cuda:0", home="cuda:0")
         for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
-    plan = plan_reads(rows, [Arena("cuda:0", 0, "staging")], staging=1024)
-    assert [[found.name for found in plan.rows_of(name)] for name in plan.arenas] == [
+    plan = plan_reads(reads, [ReadBuffer("cuda:0", 0, "staging")], staging=1024)
+    assert [[found.name for found in plan.reads_into(name)] for name in plan.buffers] == [
         ["0", "1"],
         ["2"],
         ["3"],
         ["4", "5"],
     ]
-    assert list(plan.arenas) == [f"cuda:0 {i}" for i in range(4)]
+    assert list(plan.buffers) == [f"cuda:0 {i}" for i in range(4)]
     assert plan.staging == 5120
-    assert all(plan.rows_of(name)[0].offset == 0 for name in plan.arenas)
+    assert all(plan.reads_into(name)[0].offset == 0 for name in plan.buffers)
 
 
 def test_a_plan_that_reads_nothing_has_no_arena():
-    plan = plan_reads([row("map", info("w", 8, 8), how="mapped")], [private(), Arena("checks", 0, "staging")])
-    assert (plan.arenas, plan.requests, plan.bytes_read, plan.bytes_needed, plan.staging) == ({}, {}, 0, 0, 0)
+    plan = plan_reads(
+        [read("map", info("w", 8, 8), how="mapped")], [private(), ReadBuffer("checks", 0, "staging")]
+    )
+    assert (plan.buffers, plan.requests, plan.bytes_read, plan.bytes_needed, plan.staging) == (
+        {},
+        {},
+        0,
+        0,
+        0,
+    )
     assert plan.mapped == [ByteRange("a", 8, 8)]
 
 

@@ -54,7 +54,7 @@ def test_a_packed_model_is_the_same_for_every_reader(tmp_path, name):
             if any(n.startswith(f"model.layers.{layer}.") for n in names)
         ]
         assert all(n.startswith(f"model.layers.{layer}.") for n in shards[file])
-    assert report.blocks == 4
+    assert report.decoder_layers == 4
     assert report.files == len(list(target.iterdir()))
     assert report.nbytes == sum(file.stat().st_size for file in target.iterdir())
     with safe_open(source / "model.safetensors", "pt") as file:
@@ -100,7 +100,7 @@ def test_odd_sizes_are_aligned_and_identical(tmp_path, odd):
     assert sorted(head) == ["lm_head.bias", "lm_head.weight"]
     assert {name.split(".")[2] for name in second} == {"2"}
     assert {name.split(".")[2] for name in tenth} == {"10"}
-    assert report.blocks == 3
+    assert report.decoder_layers == 3
     assert all(
         header.metadata == {"format": "pt", "note": "ü"}
         for header in Checkpoint.open(tmp_path / "packed").headers.values()

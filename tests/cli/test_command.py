@@ -58,9 +58,11 @@ def test_help_answers_at_once(verb):
 def test_inspect_tells_dialect_bits_bytes_and_alignment(printed):
     report = json.loads(run("inspect", GPTQ, "--json").stdout)
     assert report["formats"] == {"gptq v1 int4 g128 sym": 28}
-    assert report["packed_nbytes"] + report["dense_nbytes"] + 8 < report["nbytes"]
-    assert 4 < report["bits_per_packed_weight"] < 4.5
-    assert sum(report["nbytes_by_layer"].values()) == report["packed_nbytes"] + report["dense_nbytes"]
+    assert report["quantized_nbytes"] + report["unquantized_nbytes"] + 8 < report["nbytes"]
+    assert 4 < report["bits_per_quantized_weight"] < 4.5
+    assert (
+        sum(report["nbytes_by_layer"].values()) == report["quantized_nbytes"] + report["unquantized_nbytes"]
+    )
     assert set(report["nbytes_by_layer"]) == {"layer 0", "layer 1", "layer 2", "layer 3", "outside layers"}
     assert sum(report["alignment"].values()) == report["tensors"]
     assert len(report["modules"]) == 28

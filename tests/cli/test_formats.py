@@ -11,7 +11,7 @@ from hfq.formats.detection.unsupported import REFUSED
 from tests.contract.cases import CASES
 
 DOCS = Path(__file__).parents[2] / "docs"
-DIALECTS = [dialect for cls in FORMATS.values() for dialect in cls.variants]
+TARGET_FORMATS = [dialect for cls in FORMATS.values() for dialect in cls.variants]
 
 
 def test_the_page_is_what_the_registry_says():
@@ -19,9 +19,9 @@ def test_the_page_is_what_the_registry_says():
 
 
 def test_every_contract_row_belongs_to_a_dialect_and_every_dialect_has_one():
-    named = [case for dialect in DIALECTS for case in dialect.cases]
+    named = [case for dialect in TARGET_FORMATS for case in dialect.cases]
     assert sorted(named) == sorted(case.id for case in CASES)
-    assert all(dialect.cases for dialect in DIALECTS)
+    assert all(dialect.cases for dialect in TARGET_FORMATS)
 
 
 def test_the_rows_of_a_dialect_are_of_its_own_format():
@@ -33,6 +33,6 @@ def test_the_rows_of_a_dialect_are_of_its_own_format():
 def test_the_command_lists_every_dialect_and_what_is_refused():
     result = CliRunner().invoke(app, ["formats"], env={"COLUMNS": "250"})
     assert result.exit_code == 0
-    for name in (*(dialect.name for dialect in DIALECTS), *REFUSED):
+    for name in (*(dialect.name for dialect in TARGET_FORMATS), *REFUSED):
         assert name in result.stdout
     assert CliRunner().invoke(app, ["formats", "--markdown"]).stdout == as_markdown()

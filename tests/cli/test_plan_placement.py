@@ -52,7 +52,7 @@ def test_one_accelerator_takes_blocks_from_the_host():
     assert planned["device_map"][""] == 0
     assert {0, "cpu"} == set(planned["device_map"].values())
     assert planned["moved"]["copied_per_step_nbytes"] > 0
-    assert planned["moved"]["streamed_per_step_nbytes"] == 0
+    assert planned["moved"]["onloaded_per_step_nbytes"] == 0
     assert planned["prediction"]["terms"]["link"] > 0
 
 
@@ -61,7 +61,7 @@ def test_several_accelerators_hold_the_model_alone():
     assert planned["machine"]["gpu_nbytes"] == [24 * 10**9] * 2
     assert set(planned["device_map"].values()) == {0, 1}
     assert (
-        sum(home["weights_nbytes"] for home in planned["devices"].values())
+        sum(device["weights_nbytes"] for device in planned["devices"].values())
         == report("--cpu", "1GB")["devices"]["cpu"]["weights_nbytes"]
     )
 
@@ -130,7 +130,7 @@ def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
     )
     found = report(*here, "--profile", file)
     assert found["prediction"]["terms"]["layers"] == pytest.approx(0.14)
-    gathered = found["zero3"]["gathered_nbytes_a_forward"]
+    gathered = found["zero3"]["gathered_per_forward_nbytes"]
     assert found["prediction"]["terms"]["gathering"] == pytest.approx(gathered / 1e8)
     for other, said in (
         (("--num-processes", 3), "3 with 3 on each node"),

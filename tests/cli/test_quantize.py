@@ -62,7 +62,7 @@ def test_gptq_is_the_default_and_takes_its_text_from_a_file(tmp_path):
     report = json.loads(done.stdout)
     assert report["path"] == str(tmp_path / "out")
     assert {layer["tokens"] for layer in report["layers"]} == {64}
-    assert len(report["recovered"]) == 4
+    assert len(report["distilled"]) == 4
     assert source_config(Checkpoint.open(tmp_path / "out"))["desc_act"] is True
 
 

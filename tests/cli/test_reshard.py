@@ -37,7 +37,7 @@ def test_json_says_the_same_and_what_was_left_out(tmp_path):
         "path": str(tmp_path / "copy"),
         "files": len(files),
         "nbytes": sum(file.stat().st_size for file in files),
-        "blocks": 4,
+        "decoder_layers": 4,
         "left_out": ["training_args.bin"],
     }
     assert "left out: 'training_args.bin'\n" in run(source, tmp_path / "again").stdout

@@ -57,9 +57,11 @@ def test_the_logits_are_those_of_the_dequantized_weights(detected, load, residen
 def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
     report = inspect_checkpoint(Checkpoint.open(checkpoint))
     assert sum(report["formats"].values()) == len(detected) == 14
-    if report["bits_per_packed_weight"] is not None:
+    if report["bits_per_quantized_weight"] is not None:
         assert (
-            case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2 + 1
+            case.format.bits_per_code
+            <= report["bits_per_quantized_weight"]
+            <= case.format.bits_per_code * 2 + 1
         )
 
 

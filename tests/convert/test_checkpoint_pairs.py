@@ -48,7 +48,7 @@ TENSORS = {
 
 
 def write(folder, case):
-    tensors = tiny_models.packed_tensors(case.format)
+    tensors = tiny_models.onloaded_tensors(case.format)
     if case.id.startswith("pack-quantized"):  # what llmcompressor stores, and what GPTQ can hold
         tensors = {name: t.bfloat16() if name.endswith(".weight_scale") else t for name, t in tensors.items()}
     return tiny_models.write_model(folder, tensors, case.config)

@@ -28,7 +28,7 @@ def write(folder, name, **changed):
     the first layer.
     """
     case = ROWS[name]
-    tensors = tiny_models.packed_tensors(case.format)
+    tensors = tiny_models.onloaded_tensors(case.format)
     for local, change in changed.items():
         tensors[f"{FIRST}.{local}"] = change(tensors[f"{FIRST}.{local}"])
     return tiny_models.write_model(folder, tensors, case.config)
@@ -82,7 +82,7 @@ def test_a_zero_point_that_wraps_in_v1_is_kept_by_others(tmp_path):
 
 def test_a_zero_point_of_16_of_autogptq_is_refused(tmp_path):
     case = ROWS["gptq-autogptq-w4"]
-    tensors = tiny_models.packed_tensors(case.format)
+    tensors = tiny_models.onloaded_tensors(case.format)
     tensors[f"{FIRST}.qzeros"] = tensors[f"{FIRST}.qzeros"] | 0xF
     config = {**case.config, "sym": False, "meta": {"quantizer": ["autogptq:0.7"]}}
     path = tiny_models.write_model(tmp_path / "source", tensors, config)
@@ -92,7 +92,7 @@ def test_a_zero_point_of_16_of_autogptq_is_refused(tmp_path):
 
 
 def test_experts_that_gptqmodel_cut_across_gate_and_up_are_refused(tmp_path):
-    """No other dialect says that they are, so what reads them would take the halves for gate and up."""
+    """No other format says that they are, so what reads them would take the halves for gate and up."""
     scheme = next(scheme for scheme in moe_models.SCHEMES if "halves" in scheme.id)
     path = moe_models.write(scheme, lambda name: False).save(tmp_path / "source")
     with refused(
@@ -111,7 +111,7 @@ def test_activation_order_is_refused_for_compressed_tensors(tmp_path):
 
 def test_a_quantized_cache_is_refused(tmp_path):
     case = ROWS["fp8-block"]
-    tensors = tiny_models.packed_tensors(case.format) | {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    tensors = tiny_models.onloaded_tensors(case.format) | {"model.layers.0.self_attn.k_scale": torch.ones(1)}
     path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
     with refused("a quantized KV cache", kind=FormatError, tensor="model.layers.0.self_attn.k_scale"):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
@@ -120,7 +120,7 @@ def test_a_quantized_cache_is_refused(tmp_path):
 def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
     case = ROWS["fp8-block"]
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = tiny_models.packed_tensors(case.format) | {
+    tensors = tiny_models.onloaded_tensors(case.format) | {
         experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)
     }
     path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
@@ -130,7 +130,7 @@ def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
 
 def test_layers_that_differ_are_refused_where_one_setting_is_all_there_is(tmp_path):
     case = ROWS["fp8-autofp8-static"]
-    tensors = tiny_models.packed_tensors(case.format)
+    tensors = tiny_models.onloaded_tensors(case.format)
     del tensors[f"{FIRST}.input_scale"]
     path = tiny_models.write_model(
         tmp_path / "source", tensors, {**case.config, "activation_scheme": "dynamic"}

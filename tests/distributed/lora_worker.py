@@ -94,7 +94,7 @@ def states_on(folder: Path) -> int:
 
 
 def train(case: dict, folder: Path, rank: int) -> dict:
-    config = worker.ds_config(case["home"], folder, **options_of(case))
+    config = worker.ds_config(case["shard_device"], folder, **options_of(case))
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     alive, samples, half, count = HfDeepSpeedConfig(config), blocks(), 10, case.get("steps", 20)
     engine = start(case, config)

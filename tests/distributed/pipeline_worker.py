@@ -25,9 +25,7 @@ MICRO_BATCHES = 4
 def run(case: dict, example, rank: int, world: int) -> dict:
     module = example.Stage(case["checkpoint"], rank, world)
     resting = {
-        name: m.resting_tensors()
-        for name, m in module.whole.named_modules()
-        if isinstance(m, QuantizedModule)
+        name: m.stored_tensors() for name, m in module.whole.named_modules() if isinstance(m, QuantizedModule)
     }
     held = sum(
         tensor.nbytes for tensors in resting.values() for tensor in tensors.values() if not tensor.is_meta
@@ -35,11 +33,11 @@ def run(case: dict, example, rank: int, world: int) -> dict:
     loading = module.whole.hf_quantizer.loading
     own = [
         name
-        for name in loading.packed
-        if loading.devices[f"{name}.{next(iter(loading.packed[name].infos))}"] == "cpu"
+        for name in loading.quantized
+        if loading.devices[f"{name}.{next(iter(loading.quantized[name].infos))}"] == "cpu"
     ]
-    codes = {name: m.infos[m.weight_format.codes_name].nbytes for name, m in loading.packed.items()}
-    stored = {name: sum(info.nbytes for info in m.infos.values()) for name, m in loading.packed.items()}
+    codes = {name: m.infos[m.weight_format.codes_name].nbytes for name, m in loading.quantized.items()}
+    stored = {name: sum(info.nbytes for info in m.infos.values()) for name, m in loading.quantized.items()}
     tokens = torch.randint(3, 90, (8, 6), generator=torch.Generator().manual_seed(1))
     stage = pipelining.PipelineStage(module, rank, world, torch.device("cpu"))
     schedule = getattr(pipelining, case["schedule"])(stage, MICRO_BATCHES)

@@ -49,7 +49,7 @@ EQUAL = (
 
 def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
     """A tiny Llama; `change` edits its tensors, `options` its config."""
-    tensors = tiny_models.packed_tensors(weight_format)
+    tensors = tiny_models.onloaded_tensors(weight_format)
     if change is not None:
         change(tensors)
     tiny_models.write_model(folder, tensors, config)
@@ -85,7 +85,7 @@ def relabel(tensors: dict) -> None:
 
 def write_moe(folder: Path, id: str) -> str:
     scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.id == id)
-    return str(moe_models.write(scheme, moe_models.is_packed(scheme)).save(folder))
+    return str(moe_models.write(scheme, moe_models.is_quantized(scheme)).save(folder))
 
 
 def torchrun(script: Path, *arguments: object) -> None:
@@ -224,8 +224,8 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
     )
     assert source.keys() == saved.keys()
     for name, tensor in source.items():
-        is_packed = "_proj." in name or "experts." in name
-        assert not is_packed or saved[name].dtype == tensor.dtype, name
+        is_quantized = "_proj." in name or "experts." in name
+        assert not is_quantized or saved[name].dtype == tensor.dtype, name
         assert torch.equal(saved[name].to(tensor.dtype).view(torch.uint8), tensor.view(torch.uint8)), name
     config = json.loads((folder / f"saved-{case}" / "config.json").read_text())
     assert (

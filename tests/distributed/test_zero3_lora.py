@@ -45,14 +45,14 @@ def results(tmp_path_factory):
     plain = {name: write_dequantized(folder / name, name) for name in ("gptq", "fp8")}
     states, mixtral, short = folder / "states", write_mixtral(folder / "mixtral"), {"steps": 2, "saves": True}
     cases = [
-        {"id": "none", "checkpoint": gptq, "home": "none"},
-        {"id": "cpu", "checkpoint": gptq, "home": "cpu", "resumes": True},
-        {"id": "in place", "checkpoint": gptq, "home": "nvme", "saves": True},
-        {"id": "dequantized", "checkpoint": plain["gptq"], "home": "none", "plain": True},
+        {"id": "none", "checkpoint": gptq, "shard_device": "none"},
+        {"id": "cpu", "checkpoint": gptq, "shard_device": "cpu", "resumes": True},
+        {"id": "in place", "checkpoint": gptq, "shard_device": "nvme", "saves": True},
+        {"id": "dequantized", "checkpoint": plain["gptq"], "shard_device": "none", "plain": True},
         {
             "id": "recomputes",
             "checkpoint": gptq,
-            "home": "nvme",
+            "shard_device": "nvme",
             "recomputes": {"use_reentrant": False},
             "steps": 3,
             "kept": 0,
@@ -60,32 +60,38 @@ def results(tmp_path_factory):
         {
             "id": "recomputes, reentrant",
             "checkpoint": gptq,
-            "home": "cpu",
+            "shard_device": "cpu",
             "recomputes": {"use_reentrant": True},
             "steps": 3,
         },
-        {"id": "fp8 none", "checkpoint": fp8, "home": "none", "steps": 3, "kept": 0},
-        {"id": "fp8 cpu", "checkpoint": fp8, "home": "cpu", "steps": 3},
-        {"id": "fp8 in place", "checkpoint": fp8, "home": "nvme", "saves": True},
-        {"id": "fp8 dequantized", "checkpoint": plain["fp8"], "home": "none", "plain": True, "steps": 5},
+        {"id": "fp8 none", "checkpoint": fp8, "shard_device": "none", "steps": 3, "kept": 0},
+        {"id": "fp8 cpu", "checkpoint": fp8, "shard_device": "cpu", "steps": 3},
+        {"id": "fp8 in place", "checkpoint": fp8, "shard_device": "nvme", "saves": True},
+        {
+            "id": "fp8 dequantized",
+            "checkpoint": plain["fp8"],
+            "shard_device": "none",
+            "plain": True,
+            "steps": 5,
+        },
         {
             "id": "mixtral",
             "checkpoint": mixtral,
-            "home": "nvme",
+            "shard_device": "nvme",
             "lora": {"target_modules": ATTENTION},
             **short,
         },
         {
             "id": "embedding",
             "checkpoint": gptq,
-            "home": "cpu",
+            "shard_device": "cpu",
             "lora": {"target_modules": ["embed_tokens", "q_proj"]},
             **short,
         },
         {
             "id": "dora",
             "checkpoint": gptq,
-            "home": "nvme",
+            "shard_device": "nvme",
             "lora": {"use_dora": True},
             "kept": 16384,
             **short,
@@ -93,17 +99,23 @@ def results(tmp_path_factory):
         {
             "id": "whole head",
             "checkpoint": mixtral,
-            "home": "cpu",
+            "shard_device": "cpu",
             "half": True,
             **short,
             "lora": {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]},
         },
-        {"id": "experts", "checkpoint": mixtral, "home": "none"},
+        {"id": "experts", "checkpoint": mixtral, "shard_device": "none"},
     ]
     if compiled_io.is_built():
-        swap = {"home": "nvme", "options": {"nvme_source": "swap_files"}, "steps": 3}
+        swap = {"shard_device": "nvme", "options": {"nvme_source": "swap_files"}, "steps": 3}
         cases += [
-            {"id": "states on nvme", "checkpoint": gptq, "home": "nvme", "states": str(states), "steps": 3},
+            {
+                "id": "states on nvme",
+                "checkpoint": gptq,
+                "shard_device": "nvme",
+                "states": str(states),
+                "steps": 3,
+            },
             {"id": "swap", "checkpoint": gptq, **swap},
             {"id": "fp8 swap", "checkpoint": fp8, **swap},
         ]

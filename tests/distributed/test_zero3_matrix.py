@@ -13,7 +13,7 @@ from tests.support.zero_models import FORMATS, write_dialect, write_format
 
 pytestmark = pytest.mark.slow
 
-HOMES = {
+DEVICES = {
     "none": ("none", {}),
     "cpu": ("cpu", {}),
     "in place": ("nvme", {}),
@@ -29,16 +29,18 @@ FAST = {
 """What test_zero3.py has run."""
 
 
-def need(home: str) -> None:
-    if home == "swap" and not compiled_io.is_built():
+def need(shard_device: str) -> None:
+    if shard_device == "swap" and not compiled_io.is_built():
         pytest.skip(compiled_io.REASON)
 
 
-ONE = [("gptq4", home) for home in HOMES]
-TWO = [(name, home) for name in FORMATS for home in HOMES if (name, home) not in FAST]
-DIALECTS = [case for case in CASES if case.id in REPRESENTATIVES]
+ONE = [("gptq4", shard_device) for shard_device in DEVICES]
+TWO = [
+    (name, shard_device) for name in FORMATS for shard_device in DEVICES if (name, shard_device) not in FAST
+]
+TARGET_FORMATS = [case for case in CASES if case.id in REPRESENTATIVES]
 """One row of each format: how a row is cut into shards knows bytes alone."""
-THREE = [(name, home) for name in FORMATS for home in HOMES]
+THREE = [(name, shard_device) for name in FORMATS for shard_device in DEVICES]
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +59,25 @@ def run(tmp_path_factory, sources):
             pairs = {1: ONE, 2: TWO, 3: THREE}[ranks]
             cases = [
                 {
-                    "id": f"{name} {home}",
+                    "id": f"{name} {shard_device}",
                     "checkpoint": sources[name],
-                    "home": HOMES[home][0],
-                    "options": HOMES[home][1],
+                    "shard_device": DEVICES[shard_device][0],
+                    "options": DEVICES[shard_device][1],
                 }
-                for name, home in pairs
-                if home != "swap" or compiled_io.is_built()
+                for name, shard_device in pairs
+                if shard_device != "swap" or compiled_io.is_built()
             ]
             if ranks == 2:
                 folder = tmp_path_factory.mktemp("formats")
-                paths = {case.id: write_dialect(folder / case.id, case) for case in DIALECTS}
+                paths = {case.id: write_dialect(folder / case.id, case) for case in TARGET_FORMATS}
                 cases += [
-                    {"id": name, "checkpoint": path, "home": "cpu", "generates": False}
+                    {"id": name, "checkpoint": path, "shard_device": "cpu", "generates": False}
                     for name, path in paths.items()
                 ]
             if ranks == 2 and compiled_io.is_built():
-                cases.append({"id": "stock", "checkpoint": sources["gptq4"], "home": "nvme", "stock": True})
+                cases.append(
+                    {"id": "stock", "checkpoint": sources["gptq4"], "shard_device": "nvme", "stock": True}
+                )
             done[ranks] = once(
                 tmp_path_factory,
                 f"zero3-{ranks}",
@@ -84,31 +88,31 @@ def run(tmp_path_factory, sources):
     return results
 
 
-@pytest.mark.parametrize(("name", "home"), TWO)
-def test_two_ranks_are_exact_and_each_reads_and_holds_its_part(name, home, run):
-    need(home)
+@pytest.mark.parametrize(("name", "shard_device"), TWO)
+def test_two_ranks_are_exact_and_each_reads_and_holds_its_part(name, shard_device, run):
+    need(shard_device)
     for results in run(2):
-        found = results[f"{name} {home}"]
-        check_exact(found, ranks=2, is_read=home != "in place")
-        assert (found["written"] > 0) == (home == "swap")
+        found = results[f"{name} {shard_device}"]
+        check_exact(found, ranks=2, is_read=shard_device != "in place")
+        assert (found["written"] > 0) == (shard_device == "swap")
 
 
-@pytest.mark.parametrize(("name", "home"), ONE)
-def test_one_rank_holds_whole_rows(name, home, run):
-    need(home)
-    check_exact(run(1)[0][f"{name} {home}"], ranks=1, is_read=home != "in place")
+@pytest.mark.parametrize(("name", "shard_device"), ONE)
+def test_one_rank_holds_whole_rows(name, shard_device, run):
+    need(shard_device)
+    check_exact(run(1)[0][f"{name} {shard_device}"], ranks=1, is_read=shard_device != "in place")
 
 
-@pytest.mark.parametrize(("name", "home"), THREE)
-def test_three_ranks_are_exact_with_padded_shards(name, home, run):
-    need(home)
+@pytest.mark.parametrize(("name", "shard_device"), THREE)
+def test_three_ranks_are_exact_with_padded_shards(name, shard_device, run):
+    need(shard_device)
     for results in run(3):
-        found = results[f"{name} {home}"]
-        check_exact(found, ranks=3, is_read=home != "in place")
-        assert (found["written"] > 0) == (home == "swap")
+        found = results[f"{name} {shard_device}"]
+        check_exact(found, ranks=3, is_read=shard_device != "in place")
+        assert (found["written"] > 0) == (shard_device == "swap")
 
 
-@pytest.mark.parametrize("case", [case.id for case in DIALECTS])
+@pytest.mark.parametrize("case", [case.id for case in TARGET_FORMATS])
 def test_every_format_is_sharded_by_bytes(case, run):
     for results in run(2):
         # of one-bit codes the small tensors, which are then read twice, are as large as the codes
@@ -140,7 +144,12 @@ def test_accelerate_launch_with_its_own_config_file(tmp_path, sources):
         str(tmp_path / "accelerate.yaml"),
         "--main_process_port",
     ]
-    case = {"id": "accelerate", "checkpoint": sources["fp8-block"], "home": "none", "accelerates": True}
+    case = {
+        "id": "accelerate",
+        "checkpoint": sources["fp8-block"],
+        "shard_device": "none",
+        "accelerates": True,
+    }
     for results in launch(tmp_path / "run", [case], ranks=2, command=command):
         check_exact(results["accelerate"], ranks=2, is_read=False)
         assert results["accelerate"]["swapped_in"] > 0

@@ -63,12 +63,14 @@ def compare_modules(whole, model) -> dict:
     )
     for name, part in slices.items():
         ours, theirs = model.get_submodule(name), whole.get_submodule(name)
-        rows = slice(part.start, part.stop)
-        expected = theirs.weight[rows] if part.axis == "out" else theirs.weight[:, rows]
+        parameters = slice(part.start, part.stop)
+        expected = theirs.weight[parameters] if part.axis == "out" else theirs.weight[:, parameters]
         if not torch.equal(ours.weight, expected):
             found["weights"].append(name)
         inputs = torch.randn(5, theirs.in_features, generator=torch.Generator().manual_seed(1))
-        if part.axis == "out" and not torch.equal(type(ours).forward(ours, inputs), theirs(inputs)[:, rows]):
+        if part.axis == "out" and not torch.equal(
+            type(ours).forward(ours, inputs), theirs(inputs)[:, parameters]
+        ):
             found["outputs"].append(name)
     return found
 
@@ -101,7 +103,7 @@ def run(case: dict, rank: int, world: int, out: Path) -> dict:
         "tokens": tokens[0] == tokens[1],
         "gradient": distance(gradient(model), gradient(whole)),
         "read": loading.read_report.read,
-        "parts": sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values()),
+        "parts": sum(tensor.nbytes for module in packed for tensor in module.stored_tensors().values()),
         "rules": dict(model.tp_plan),
     }
     if case.get("copies"):

@@ -37,12 +37,12 @@ from tests.support.leaving import leave
 TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
 
 
-def ds_config(home: str, folder: Path, **zero) -> dict:
+def ds_config(shard_device: str, folder: Path, **zero) -> dict:
     """A config under which even tiny rows are gathered, released, fetched ahead and swapped."""
     offload = {
-        "device": home,
+        "device": shard_device,
         "pin_memory": False,
-        **({"nvme_path": str(folder / "nvme")} if home == "nvme" else {}),
+        **({"nvme_path": str(folder / "nvme")} if shard_device == "nvme" else {}),
     }
     options = {
         "stage": 3,
@@ -52,7 +52,7 @@ def ds_config(home: str, folder: Path, **zero) -> dict:
         "stage3_max_reuse_distance": 0,
         **zero,
     }
-    if home != "none":
+    if shard_device != "none":
         options["offload_param"] = offload
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -85,12 +85,15 @@ def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], l
     inputs = case.get("inputs") or [{"input_ids": [tokens]} for tokens in TOKENS]
     if case.get("differs"):  # each rank has tokens of its own
         inputs = [
-            {name: [[(token + rank) % 90 for token in row] for row in rows] for name, rows in i.items()}
+            {
+                name: [[(token + rank) % 90 for token in row] for row in parameters]
+                for name, parameters in i.items()
+            }
             for i in inputs
         ]
     with torch.no_grad():
         logits = [
-            called(**{name: torch.tensor(rows) for name, rows in each.items()}).logits.clone()
+            called(**{name: torch.tensor(parameters) for name, parameters in each.items()}).logits.clone()
             for each in inputs
         ]
         if not case.get("generates", True):
@@ -107,7 +110,7 @@ def gathered_equals_file(model, loading) -> bool:
     """Whether every packed tensor, gathered by DeepSpeed's own context, has the bytes of the file."""
     for module in packed_modules(model):
         with deepspeed.zero.GatheredParameters([module.flat_buffer]):
-            for local, tensor in module.packed_tensors().items():
+            for local, tensor in module.onloaded_tensors().items():
                 info = module.infos[local]
                 with open(info.range.file, "rb") as stream:
                     stream.seek(info.range.offset)
@@ -120,12 +123,12 @@ def gathered_equals_file(model, loading) -> bool:
 
 def measures(model, loading, folder: Path) -> dict:
     plan, filler, swapper = loading.zero_plan, loading.maker.filler, loading.maker.swapper
-    rows = [module.flat_buffer for module in packed_modules(model)]
+    parameters = [module.flat_buffer for module in packed_modules(model)]
     return {
-        "resident": sum(row.ds_tensor.ds_numel * row.dtype.itemsize for row in rows),
-        "packed_shard": plan.packed_shard_nbytes,
-        "packed_total": plan.packed_nbytes,
-        "rows": [row.nbytes for row in plan.rows if row.is_packed],
+        "resident": sum(row.ds_tensor.ds_numel * row.dtype.itemsize for row in parameters),
+        "packed_shard": plan.quantized_shard_nbytes,
+        "packed_total": plan.quantized_nbytes,
+        "rows": [row.nbytes for row in plan.parameters if row.is_quantized],
         "packed_read": filler.packed_read + filler.checked_read,
         "line": loading.describe_shards(),
         "written": sum(file.stat().st_size for file in (folder / "nvme").rglob("*") if file.is_file()),
@@ -139,7 +142,7 @@ def measures(model, loading, folder: Path) -> dict:
 
 
 def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
-    config = ds_config(case["home"], folder, **case.get("zero", {}))
+    config = ds_config(case["shard_device"], folder, **case.get("zero", {}))
     accelerator = (
         Accelerator() if case.get("accelerates") else None
     )  # its config file keeps a config of its own alive
@@ -205,7 +208,7 @@ def train(case: dict, path: str, folder: Path) -> dict:
     """The losses of four steps, and of the last two once more after DeepSpeed's checkpoint was loaded into a
     new engine.
     """
-    config = ds_config(case["home"], folder) | {
+    config = ds_config(case["shard_device"], folder) | {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -269,7 +272,7 @@ def run_whole(case: dict, plain) -> dict:
     alive = HfDeepSpeedConfig(config | {"zero_optimization": {"stage": 2}})
     model = engine(load(case, case["checkpoint"]), 2)
     del alive
-    found["held"] = sorted({module.held_as for module in packed_modules(model)})
+    found["held"] = sorted({module.storage_kind for module in packed_modules(model)})
     found["logits_equal"] = [
         torch.equal(a, b) for a, b in zip(outputs(case, model.module, model, 0)[0], plain[0], strict=True)
     ]

@@ -1,4 +1,4 @@
-"""One rank that runs a block of a page, and a forward of the model that it makes: `run_block.py BLOCK OUT`,
+"""One rank that runs a block of a page, and a forward of the model that it makes: `run_decoder_layer.py BLOCK OUT`,
 on some ranks.
 
 Every rank writes OUT/rank<n>.json: how many there are, and logits. `path` is a small GPTQ checkpoint.

@@ -36,7 +36,7 @@ def test_it_runs_in_every_placement_and_is_saved_as_it_was(case, tmp_path):
     # float32 sums over panels in another order than over the whole
     assert (found[0] - expected).norm() <= 1e-5 * expected.norm()
     assert torch.equal(found[0], found[1])
-    assert len(models[0].hf_quantizer.loading.packed) >= 8
+    assert len(models[0].hf_quantizer.loading.quantized) >= 8
     for number, model in enumerate(models):
         model.save_pretrained(tmp_path / str(number))
         assert tiny_models.digests(tmp_path / str(number)) == tiny_models.digests(path)

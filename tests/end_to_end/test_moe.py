@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.formats.bitsandbytes import Bnb4Bit
-from hfq.formats.unquantized import Dense
+from hfq.formats.unquantized import Unquantized
 from tests.support import moe_models, tiny_models
 from tests.support.moe_models import (
     BNB_CONFIG,
@@ -24,7 +24,7 @@ from tests.support.moe_models import (
     PLACEMENTS,
     SCHEMES,
     Scheme,
-    is_packed,
+    is_quantized,
     load,
     logits,
 )
@@ -32,7 +32,7 @@ from tests.support.moe_models import (
 
 @pytest.fixture(scope="module", params=SCHEMES, ids=lambda scheme: scheme.id)
 def written(request):
-    return moe_models.write(request.param, is_packed(request.param))
+    return moe_models.write(request.param, is_quantized(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +106,13 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
     read = []
     bring, experts._read = experts._read, lambda module: (read.append(module.name), bring(module))[1]
     found = logits(model, token)
-    layers = {name for name in loading.packed if expert_of(f"{name}.weight") is not None}
+    layers = {name for name in loading.quantized if expert_of(f"{name}.weight") is not None}
     wanted = {name for name in layers if expert_of(f"{name}.weight") in routed}
     assert len(routed) in (moe_models.CHOSEN, moe_models.CHOSEN * LAYERS)
     assert wanted < layers
     assert sorted(read) == sorted(wanted)
     assert not any(
-        expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.packed
+        expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.quantized
     )
     logits(model, token)
     assert len(read) == len(wanted) == experts.misses == experts.hits  # the second time all of them are kept
@@ -198,7 +198,7 @@ def test_experts_that_are_all_dense_beside_packed_attention_compute_and_are_save
     tmp_path, placement, dtype
 ):
     dense = moe_models.write(
-        Scheme("mixtral", "mixtral", Dense(), {}, OLD_MIXTRAL, ("w1", "w3", "w2")), lambda name: False
+        Scheme("mixtral", "mixtral", Unquantized(), {}, OLD_MIXTRAL, ("w1", "w3", "w2")), lambda name: False
     )
     packed = moe_models.write(
         Scheme("mixtral", "mixtral", Bnb4Bit(), BNB_CONFIG, OLD_MIXTRAL, ("w1", "w3", "w2"))

@@ -88,7 +88,7 @@ def quiet(model) -> int:
     """The bytes read so far, once everything that was begun is read."""
     loading = model.hf_quantizer.loading
     for index in range(len(loading.offloader.units)):
-        ticket = loading.offloader.regions.ticket_of(index)
+        ticket = loading.offloader.buffers.ticket_of(index)
         if ticket is not None:
             ticket.wait()
     return loading.reader.counters.bytes_read
@@ -102,7 +102,7 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
         info.nbytes for info in loading.checkpoint.tensors.values()
     )  # the tied head reads the embeddings
     # a block is read from the start of its first page on, and with it what little lies between its tensors
-    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.regions.layouts]
+    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.buffers.layouts]
     assert needed <= offloader.pass_nbytes < 1.01 * needed
     table = loading.checkpoint.tensors["model.embed_tokens.weight"]
     rows = inputs["input_ids"].unique().numel() * table.nbytes // table.shape[0]
@@ -111,9 +111,13 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
         forward(model, inputs)
         once = passes * (sum(sizes) + rows)
         assert (
-            once <= quiet(model) - before <= once + offloader.regions.nbytes
+            once <= quiet(model) - before <= once + offloader.buffers.nbytes
         )  # what is read ahead of the next pass
-    assert (offloader.passes, offloader.schedule.prefetch_misses, offloader.buffer_overflows) == (3, 0, 0)
+    assert (offloader.passes, offloader.prefetch_order.prefetch_misses, offloader.buffer_overflows) == (
+        3,
+        0,
+        0,
+    )
 
 
 def test_direct_and_verified_reads_give_the_same_logits(path):
@@ -132,7 +136,7 @@ def test_direct_and_verified_reads_give_the_same_logits(path):
 @pytest.mark.parametrize("budget", [0, 1, 15_000, 40_000, None])
 def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
     scheme = moe_models.BY_EXPERT
-    path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path)
+    path = moe_models.write(scheme, moe_models.is_quantized(scheme)).save(tmp_path)
     inputs = {"input_ids": moe_models.IDS}
     expected = forward(load(path, quantize_activations=False), inputs)
     model = load(path, {"": "disk"}, quantize_activations=False, expert_cache_size=budget, disk_io="buffered")

@@ -29,7 +29,7 @@ def made(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("made")
     v1 = ROWS["gptq-v1-w4-asym"]
-    tensors = tiny_models.packed_tensors(v1.format)
+    tensors = tiny_models.onloaded_tensors(v1.format)
     paths = {"v1": write(folder / "v1", tensors, v1.config)}
     other = dict(tensors)
     for name in tensors:
@@ -37,14 +37,14 @@ def made(tmp_path_factory):
             other[name] = tensors[name] + 0x11111111
     paths["v2"] = write(folder / "v2", other, v1.config | {"checkpoint_format": "gptq_v2"})
     fp8 = ROWS["fp8-block"]
-    paths["fp8"] = write(folder / "fp8", tiny_models.packed_tensors(fp8.format), fp8.config)
+    paths["fp8"] = write(folder / "fp8", tiny_models.onloaded_tensors(fp8.format), fp8.config)
     model = AutoModelForCausalLM.from_pretrained(
         paths["v1"], quantization_config=HfqConfig(), dtype=torch.float32
     )
-    dense = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
-    for name, module in model.hf_quantizer.loading.packed.items():
-        dense[f"{name}.weight"] = module.weight.detach().clone()
-    paths["dense"] = write(folder / "dense", dense, None)
+    unquantized = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
+    for name, module in model.hf_quantizer.loading.quantized.items():
+        unquantized[f"{name}.weight"] = module.weight.detach().clone()
+    paths["dense"] = write(folder / "dense", unquantized, None)
     return paths
 
 
@@ -82,7 +82,7 @@ def test_the_same_numbers_in_another_dialect_are_the_same_model(made):
     found = hfq.compare(made["v1"], made["v2"], device_map_b="disk")
     assert found.equal
     assert found.verdict == "the same model: the same numbers in other bytes"
-    assert kinds(found) == {"other dialect": 14}
+    assert kinds(found) == {"other format": 14}
     assert all(each.distance.is_equal and each.distance.max_abs == 0 for each in found.differences)
     assert found.logits.is_equal
 

@@ -56,13 +56,19 @@ def test_bits_and_bytes_are_those_of_the_files(rows):
             == sum(tensor.numel() for tensor in tiny_models.stored_tensors(LLAMA).values())
         )
     reference, gptq, fp8 = rows
-    assert (reference.bits_per_packed_weight, reference.bits_per_weight, reference.formats) == (
+    assert (reference.bits_per_quantized_weight, reference.bits_per_weight, reference.formats) == (
         None,
         16.0,
         "dense",
     )
     assert (
-        4 < gptq.bits_per_packed_weight < 4.5 < gptq.bits_per_weight < 8 < fp8.bits_per_packed_weight < 8.01
+        4
+        < gptq.bits_per_quantized_weight
+        < 4.5
+        < gptq.bits_per_weight
+        < 8
+        < fp8.bits_per_quantized_weight
+        < 8.01
     )
     assert gptq.formats == "gptq v1 int4 g128 sym"
     assert reference.seconds is None

@@ -293,8 +293,8 @@ def test_local_paths_and_names():
 
 
 def test_an_archive_gives_back_what_was_packed():
-    hollow = HeadersOnlyCheckpoint({"config.json": b"{}"}, {"sub/a.safetensors": (b"head", 99)})
-    assert HeadersOnlyCheckpoint.unpack(hollow.pack()) == hollow
-    assert hollow.nbytes == 99
+    headers_only = HeadersOnlyCheckpoint({"config.json": b"{}"}, {"sub/a.safetensors": (b"head", 99)})
+    assert HeadersOnlyCheckpoint.unpack(headers_only.pack()) == headers_only
+    assert headers_only.nbytes == 99
     with pytest.raises(ValueError, match="no archive"):
         HeadersOnlyCheckpoint.unpack(b"PK")

@@ -91,13 +91,13 @@ def write_other(folder: Path, name: str, format: str) -> Path:
     tensors = {}
     for key, tensor in tiny_models.stored_tensors(folder).items():
         stem, is_weight = key.removesuffix("weight"), key.endswith(".weight")
-        is_packed = (
+        is_quantized = (
             weight_format is not None
             and is_weight
             and tensor.dim() == 2
             and not re.search("embed|wte|wpe|lm_head", key)
         )
-        if is_packed and tensor.shape[0] % 32 == tensor.shape[1] % 64 == 0:
+        if is_quantized and tensor.shape[0] % 32 == tensor.shape[1] % 64 == 0:
             packed = weight_format.quantize(3 * tensor)
             if "g_idx" in packed:
                 packed["g_idx"] = torch.arange(tensor.shape[1], dtype=torch.int32) // 64

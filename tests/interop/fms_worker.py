@@ -24,12 +24,12 @@ CONFIG = HfqConfig(kernel="reference")
 def held(model) -> int:
     """The bytes of codes that a rank holds."""
     packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
-    return sum(module.packed_tensors()[module.weight_format.codes_name].nbytes for module in packed)
+    return sum(module.onloaded_tensors()[module.weight_format.codes_name].nbytes for module in packed)
 
 
-def run(path: str, tokens: torch.Tensor, expected: torch.Tensor, is_packed: bool) -> dict:
+def run(path: str, tokens: torch.Tensor, expected: torch.Tensor, is_quantized: bool) -> dict:
     doors = {"load": hfq.fms.load(path, data_type=torch.float32, distributed_strategy="tp", config=CONFIG)}
-    if is_packed:
+    if is_quantized:
         doors["registry"] = get_model(
             "hf_pretrained",
             model_path=path,

@@ -58,7 +58,7 @@ def row(folder: Path) -> dict:
     resident = load(folder, {"": "cpu"})
     models = [resident, *(load(folder, device_map) for device_map in placements(resident))]
     found = [logits(model, tokens) for model in models]
-    packed = resident.hf_quantizer.loading.packed.values()
+    packed = resident.hf_quantizer.loading.quantized.values()
     names = {info.part_of or info.name for module in packed for info in module.infos.values()}
     stored = sum(info.nbytes for module in packed for info in module.infos.values())
     held = sum(parameter.nbytes for module in packed for parameter in module.parameters())

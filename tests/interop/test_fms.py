@@ -166,12 +166,12 @@ def test_packed_bytes_are_the_checkpoints_and_only_reordered_rows_are_copied(pat
     maps = _mapped(path)
     for name, module in packed_of(model).items():
         layer, local = re.search(r"layers\.(\d+).*\.(\w+)$", name).groups()
-        tensors = module.resting_tensors()
+        tensors = module.stored_tensors()
         is_reordered = local in ("query", "key")
         assert {tensor.dtype for tensor in tensors.values()} <= {torch.int32, torch.float16}
         assert any(start <= tensors["qweight"].data_ptr() < stop for start, stop in maps) != is_reordered
         if local in names and not is_reordered:
-            other = stock.get_submodule(f"model.layers.{layer}.self_attn.{names[local]}").resting_tensors()
+            other = stock.get_submodule(f"model.layers.{layer}.self_attn.{names[local]}").stored_tensors()
             assert all(torch.equal(tensor, other[key]) for key, tensor in tensors.items())
         assert not any(parameter.requires_grad for parameter in module.parameters())
     assert model.head.weight.dtype == torch.bfloat16
@@ -188,10 +188,10 @@ def test_a_data_type_reaches_no_packed_tensor_of_get_model(paths):
     )
     exact = load(paths["granite", "fp8-channel", 2])
     for name, module in packed_of(model).items():
-        expected = exact.get_submodule(name).resting_tensors()
+        expected = exact.get_submodule(name).stored_tensors()
         assert all(
             torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
-            for key, tensor in module.resting_tensors().items()
+            for key, tensor in module.stored_tensors().items()
         )
     assert model.base_model.dec_norm.weight.dtype == torch.bfloat16
 
@@ -221,7 +221,7 @@ def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
     for id, path in made.items():
         model = load(path)
         codes = [
-            module.resting_tensors()[module.weight_format.codes_name] for module in packed_of(model).values()
+            module.stored_tensors()[module.weight_format.codes_name] for module in packed_of(model).values()
         ]
         found[id] = path, logits(model), sum(tensor.nbytes for tensor in codes)
     return found

@@ -98,7 +98,7 @@ def test_gptqmodel_reads_the_weights_that_hfq_saved_from_disk(path, tmp_path):
         if isinstance(module, QuantizedLinear):
             other = peer.get_submodule(name)
             weight = other.dequantize_weight().t()
-            found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)
+            found = module.weight_format.dequantize(module.stored_tensors(), weight.dtype)
             worst = (found.float() - weight.float()).abs().max()
             assert worst <= 2 * torch.finfo(weight.dtype).eps * weight.float().abs().max(), name
             checked += 1

@@ -59,7 +59,7 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             weight = dequantized(peer.get_submodule(name)).t()
-            found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)
+            found = module.weight_format.dequantize(module.stored_tensors(), weight.dtype)
             worst = (found.float() - weight.float()).abs().max()
             assert worst <= 2 * torch.finfo(weight.dtype).eps * weight.float().abs().max(), name
             checked += 1
@@ -100,7 +100,7 @@ def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):
 
 def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
     source = tiny_models.write_model(
-        tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None
+        tmp_path / "floats", tiny_models.onloaded_tensors(FORMATS["dense"]()), None
     )
     recipe = Recipe("fp8")
     hfq.quantize(source, recipe, output_dir=tmp_path / "it", modules_to_not_convert=["gate_proj"])

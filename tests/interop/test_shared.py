@@ -72,6 +72,6 @@ def test_saving_gives_back_every_byte_and_the_config(name, placement, tmp_path):
 
 @pytest.mark.parametrize("name", READ)
 def test_nothing_is_inflated(name):
-    modules = load(name, device_map={"": "cpu"}).hf_quantizer.loading.packed.values()
+    modules = load(name, device_map={"": "cpu"}).hf_quantizer.loading.quantized.values()
     held = sum(parameter.nbytes for module in modules for parameter in module.parameters())
     assert held <= 1.02 * sum(info.nbytes for module in modules for info in module.infos.values())

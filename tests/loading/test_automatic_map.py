@@ -37,7 +37,7 @@ def resident(path):
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     return tiny_models.write_model(
-        tmp_path_factory.mktemp("untied"), tiny_models.packed_tensors(Fp8()), {"quant_method": "fbgemm_fp8"}
+        tmp_path_factory.mktemp("untied"), tiny_models.onloaded_tensors(Fp8()), {"quant_method": "fbgemm_fp8"}
     )
 
 
@@ -48,7 +48,7 @@ def whole(untied):
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    written = moe_models.write(moe_models.BY_EXPERT, moe_models.is_packed(moe_models.BY_EXPERT))
+    written = moe_models.write(moe_models.BY_EXPERT, moe_models.is_quantized(moe_models.BY_EXPERT))
     return written.save(tmp_path_factory.mktemp("moe"))
 
 
@@ -75,11 +75,11 @@ def planned(model, limits, cache=0):
 def test_everything_is_resident_where_nothing_is_asked(resident):
     loading = resident.hf_quantizer.loading
     assert resident.hf_device_map == {"": "cpu"}
-    assert (loading.budget.rings, loading.budget.onloaded_nbytes) == ({}, 0)
+    assert (loading.budget.buffers, loading.budget.onloaded_nbytes) == ({}, 0)
     assert loading.offloader is None
     buffers = sum(buffer.nbytes for buffer in resident.buffers())
-    rounding = sum(16 * len(module.infos) for module in loading.packed.values())
-    assert 0 <= loading.budget.resting["cpu"] - buffers - loading.plan.resident_nbytes() <= rounding
+    rounding = sum(16 * len(module.infos) for module in loading.quantized.values())
+    assert 0 <= loading.budget.stored_nbytes["cpu"] - buffers - loading.plan.resident_nbytes() <= rounding
 
 
 @pytest.mark.parametrize(("share", "device_map"), [(0.999, "balanced"), (0.55, "sequential")])
@@ -87,9 +87,9 @@ def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, de
     limit = int(total(resident) * share) // 1000 * 1000
     model = load(path, device_map=device_map, max_memory={"cpu": f"{limit // 1000}KB"})
     loading = model.hf_quantizer.loading
-    ring = loading.offloader.regions.nbytes
+    ring = loading.offloader.buffers.nbytes
     assert loading.plan.resident_nbytes() + ring <= limit
-    assert 0 <= ring - loading.budget.rings["cpu"] <= loading.budget.read_ahead_nbytes()
+    assert 0 <= ring - loading.budget.buffers["cpu"] <= loading.budget.read_ahead_nbytes()
     assert loading.plan.onloaded_nbytes() > 0
     assert next(iter(model.hf_device_map.values())) == "cpu"
     assert torch.equal(logits(model, TOKENS), logits(resident, TOKENS))
@@ -155,7 +155,7 @@ def test_an_untied_embedding_leaves_first(untied, whole):
     ]
     model = load(untied, max_memory={"cpu": total(whole) - 1})
     assert model.hf_device_map == {"": "cpu", "model.embed_tokens": "disk"}
-    assert model.hf_quantizer.loading.budget.rings == {}
+    assert model.hf_quantizer.loading.budget.buffers == {}
     assert torch.equal(logits(model, TOKENS), logits(whole, TOKENS))
 
 
@@ -169,12 +169,14 @@ def test_what_cannot_be_offloaded_is_fixed(whole):
 
 
 def test_a_head_that_is_not_stored_stays_where_it_computes(whole):
-    dense = {
+    unquantized = {
         name: info
-        for name, info in whole.hf_quantizer.loading.match.dense.items()
+        for name, info in whole.hf_quantizer.loading.match.unquantized.items()
         if name != "lm_head.weight"
     }
-    assert {unit.name: unit.kind for unit in units_of(whole, dense=dense)}["lm_head.weight"] == "fixed"
+    assert {unit.name: unit.kind for unit in units_of(whole, unquantized=unquantized)}[
+        "lm_head.weight"
+    ] == "fixed"
 
 
 def test_experts_leave_before_blocks(moe, whole_moe):
@@ -188,7 +190,7 @@ def test_experts_leave_before_blocks(moe, whole_moe):
     assert model.hf_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
     assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
     budget = model.hf_quantizer.loading.budget
-    assert (budget.rings, budget.on_demand_nbytes) == ({}, sum(units[name].nbytes for name in experts))
+    assert (budget.buffers, budget.on_demand_nbytes) == ({}, sum(units[name].nbytes for name in experts))
 
 
 def test_the_cache_of_experts_counts(moe, whole_moe):

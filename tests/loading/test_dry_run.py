@@ -88,17 +88,17 @@ def measure(model) -> dict[str, int]:
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
     away = [
         module
-        for module in loading.packed.values()
-        if all(t.is_meta for t in module.resting_tensors().values())
+        for module in loading.quantized.values()
+        if all(t.is_meta for t in module.stored_tensors().values())
     ]
     on_disk = sum(info.nbytes for module in away for info in module.infos.values())
     parameters = dict(model.named_parameters())
     on_disk += sum(
         info.nbytes
-        for name, info in loading.match.dense.items()
+        for name, info in loading.match.unquantized.items()
         if name in parameters and parameters[name].is_meta
     )
-    ring = loading.offloader.regions.nbytes if loading.offloader is not None else 0
+    ring = loading.offloader.buffers.nbytes if loading.offloader is not None else 0
     return {"cpu": sum(held.values()), "disk": on_disk, "ring": ring}
 
 
@@ -133,7 +133,7 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
         offloader = model.hf_quantizer.loading.offloader
         passed, pages = (0, 0) if offloader is None else (offloader.pass_nbytes, 8192 * len(offloader.units))
         assert (
-            passed <= planned["moved"]["streamed_per_step_nbytes"] <= passed + pages
+            passed <= planned["moved"]["onloaded_per_step_nbytes"] <= passed + pages
         )  # a block is read in whole pages
 
 
@@ -151,7 +151,7 @@ def test_a_skeleton_is_reached_without_reading_weights(monkeypatch):
     model = open_model(tiny_models.DATA / "tiny-llama-gptq")
     assert all(tensor.is_meta for tensor in model.loading.model.parameters())
     assert model.sizes.weights["gptq 4-bit bfloat16"][0] == sum(
-        out * into for out, into in model.shapes().packed
+        out * into for out, into in model.shapes().quantized
     )
     assert open_model(tiny_models.DATA / "tiny-llama-gptq", "float32").sizes.dtype == "float32"
 
@@ -176,10 +176,10 @@ def test_a_report_tells_what_was_predicted_beside_what_was_achieved():
         device_map={"": "disk"},
     )
     plain, measured = report(model).speed, report(model, measure=True).speed
-    assert plain.step_achieved is None
+    assert plain.step_achieved_seconds is None
     assert "not measured" in str(plain)
-    assert measured.step_achieved > 0
-    assert measured.load_achieved > 0
-    assert measured.step_predicted > 0
-    assert f"achieved {1 / measured.step_achieved:.3g} tokens/s" in str(measured)
+    assert measured.step_achieved_seconds > 0
+    assert measured.load_achieved_seconds > 0
+    assert measured.step_predicted_seconds > 0
+    assert f"achieved {1 / measured.step_achieved_seconds:.3g} tokens/s" in str(measured)
     assert report(model).to_dict()["speed"]["source"]

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hfq import CheckpointError, PlacementError
 from hfq.checkpoint.filesystem import resident_fraction
-from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
+from hfq.checkpoint.read_plan import BUFFER_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
 from hfq.loading import read_weights
 from hfq.modules.linear import QuantizedLinear
@@ -35,14 +35,14 @@ def loader_of(model):
     return model.hf_quantizer.loading
 
 
-def how(model, packed=True):
+def how(model, quantized=True):
     """What became of each row: {how: number of them}; those whose small tensors are looked at are not
     counted.
     """
     loading, found = loader_of(model), {}
-    for row in loading.read_plan.rows:
-        if (row.name in loading.packed) is packed and not row.arena.startswith("checks"):
-            key = row.arena or row.how
+    for read in loading.read_plan.reads:
+        if (read.name in loading.quantized) is quantized and not read.buffer.startswith("checks"):
+            key = read.buffer or read.how
             found[key] = found.get(key, 0) + 1
     return found
 
@@ -85,7 +85,10 @@ def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
     loading = loader_of(load(device_map=HALF))
     plan = loading.read_plan
     resting = [
-        info.name for row in plan.rows if not row.arena.startswith("checks") for info in row.infos.values()
+        info.name
+        for read in plan.reads
+        if not read.buffer.startswith("checks")
+        for info in read.infos.values()
     ]
     assert sorted(resting) == sorted(loading.checkpoint.tensors)
     text = plan.explain()
@@ -102,14 +105,14 @@ def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
 @pytest.mark.parametrize("device_map", [{"": "disk"}, HALF])
 def test_of_what_rests_on_disk_only_small_tensors_are_read(device_map):
     loading = loader_of(load(FP8, device_map))
-    small = sum(module.infos["weight_scale_inv"].nbytes for module in loading.packed.values())
+    small = sum(module.infos["weight_scale_inv"].nbytes for module in loading.quantized.values())
     assert loading.reader.counters.bytes_read == loading.read_plan.bytes_read == small
     on_disk = sum(
-        info.nbytes for row in loading.read_plan.rows if row.how == "disk" for info in row.infos.values()
+        info.nbytes for read in loading.read_plan.reads if read.how == "disk" for info in read.infos.values()
     )
     stored = sum(info.nbytes for info in loading.checkpoint.tensors.values())
     assert sum(source.nbytes for source in loading.read_plan.mapped) <= stored - on_disk + (64 << 10) * len(
-        loading.packed
+        loading.quantized
     )
     if device_map == {"": "disk"}:
         assert loading.read_plan.mapped == []
@@ -134,11 +137,11 @@ def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
         if isinstance(module, QuantizedLinear)
     )
     first = found[0][0]
-    assert all((address - first) % ARENA_ALIGNMENT == 0 for address, _ in found)
-    assert found[-1][0] + found[-1][1] - first <= plan.arenas["cpu"].nbytes
-    assert plan.arenas["cpu"].kind == "private"
+    assert all((address - first) % BUFFER_ALIGNMENT == 0 for address, _ in found)
+    assert found[-1][0] + found[-1][1] - first <= plan.buffers["cpu"].nbytes
+    assert plan.buffers["cpu"].kind == "private"
     assert plan.bytes_needed == sum(
-        info.nbytes for module in loader_of(model).packed.values() for info in module.infos.values()
+        info.nbytes for module in loader_of(model).quantized.values() for info in module.infos.values()
     )
     assert (
         loader_of(model).reader.counters.bytes_read == plan.bytes_read
@@ -147,8 +150,8 @@ def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
 
 def test_a_row_of_an_arena_is_a_storage_of_its_own():
     model = load(cpu_memory="private")
-    row = model.model.layers[0].mlp.up_proj.flat_buffer
-    assert row.untyped_storage().nbytes() == row.nbytes
+    read = model.model.layers[0].mlp.up_proj.flat_buffer
+    assert read.untyped_storage().nbytes() == read.nbytes
 
 
 def test_staging_is_bounded_and_used_again(expected, monkeypatch):
@@ -156,7 +159,7 @@ def test_staging_is_bounded_and_used_again(expected, monkeypatch):
     monkeypatch.setattr(read_weights, "plan_reads", functools.partial(plan_reads, staging=limit))
     model = load(device_map=HALF)
     plan = loader_of(model).read_plan
-    assert len(plan.arenas) > 1
+    assert len(plan.buffers) > 1
     assert plan.staging <= limit
     assert torch.equal(logits(model, TOKENS), expected)
 
@@ -170,11 +173,11 @@ def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, m
     before = loading.reader.counters.bytes_read
     plan, _ = read_weights.load_quantized_weights(loading, set())
     assert plan.staging <= 100_000
-    assert len(plan.arenas) >= 5
-    assert all(row.arena.startswith("cpu:0 ") for row in plan.rows if row.name in loading.packed)
+    assert len(plan.buffers) >= 5
+    assert all(read.buffer.startswith("cpu:0 ") for read in plan.reads if read.name in loading.quantized)
     assert loading.reader.counters.bytes_read - before == plan.bytes_read
-    held = [module.flat_buffer for module in loading.packed.values()]
-    assert len({row.data_ptr() for row in held}) == 28
+    held = [module.flat_buffer for module in loading.quantized.values()]
+    assert len({read.data_ptr() for read in held}) == 28
     assert torch.equal(logits(model, TOKENS), expected)
 
 
@@ -197,7 +200,7 @@ def test_a_copy_is_shared_where_a_launcher_started_several_processes(
     assert len(list(shared_memory.iterdir())) == 1
     counts = [loader_of(model).reader.counters.bytes_read for model in (first, second)]
     assert counts == [loader_of(first).read_plan.bytes_read, 0]
-    assert loader_of(second).read_report.shared == loader_of(second).read_plan.arenas["shared"].nbytes
+    assert loader_of(second).read_report.shared == loader_of(second).read_plan.buffers["shared"].nbytes
     assert torch.equal(logits(second, TOKENS), expected)
     first.model.layers[0].mlp.up_proj.flat_buffer.data.zero_()
     assert torch.equal(logits(second, TOKENS), expected)

@@ -64,8 +64,8 @@ def test_code_that_reads_the_weight_is_brought_it_and_the_layer_stays(make):
 
 def test_what_others_fetch_they_go_on_fetching(make):
     linear, home, fetched = make("mapped"), CpuExecution(CPU, "auto"), []
-    row = linear.resting_tensors()
-    linear.fetch, linear.is_away = lambda: fetched.append(1) or row, True
+    row = linear.stored_tensors()
+    linear.fetch, linear.is_offloaded = lambda: fetched.append(1) or row, True
     home.serve(linear)
     linear(random_rows(1, linear.in_features, torch.bfloat16))
     assert fetched == []
@@ -86,7 +86,7 @@ def test_each_type_of_device_has_its_own_kernel(make):
     linear = QuantizedLinear(
         "m", 96, 64, made.weight_format, made.infos, KERNELS["reference"], None, accelerated
     )
-    linear.hold(made.resting_tensors())
+    linear.hold(made.stored_tensors())
     assert linear(torch.zeros(2, 96, device="meta")).shape == (2, 64)
     assert asked == ["meta"]
     assert linear(torch.zeros(2, 96)).device == CPU

@@ -229,12 +229,12 @@ def test_the_routed_layers_that_rest_elsewhere_are_announced_before_the_first_of
     experts.prefetch = lambda layers: events.append(list(layers))
     for number, layers in enumerate(experts):
         for layer in layers.values():
-            layer.is_away, layer.fetch = number != 1, layer.resting_tensors
+            layer.is_offloaded, layer.fetch = number != 1, layer.stored_tensors
             layer.register_forward_pre_hook(lambda layer, _: events.append(layer))
     assert torch.equal(experts(*inputs), expected)
     routed = sorted(set(inputs[1].flatten().tolist()))
     assert events[0] == [layer for number in routed if number != 1 for layer in experts[number].values()]
-    used = [layer for layer in events[1:] if layer.is_away]
+    used = [layer for layer in events[1:] if layer.is_offloaded]
     assert used == events[0]
 
 

@@ -102,21 +102,21 @@ def test_nothing_is_copied_to_be_held(make):
     linear = make("mapped")
     mapped = linear.reader.map(next(iter(linear.infos.values())).range.file)
     start = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-    for name, tensor in linear.resting_tensors().items():
+    for name, tensor in linear.stored_tensors().items():
         assert tensor.data_ptr() == start + linear.infos[name].range.offset
     row = FlatBuffer.read(linear.reader, linear.infos)
     linear.hold_buffer(row)
     assert linear.flat_buffer.data_ptr() == row.buffer.data_ptr()
     assert all(
         tensor.untyped_storage().data_ptr() == row.buffer.data_ptr()
-        for tensor in linear.packed_tensors().values()
+        for tensor in linear.onloaded_tensors().values()
     )
 
 
 def test_the_last_backing_held_is_the_one_in_use(make):
     linear, activations = make("mapped"), random(3, IN)
     expected = linear(activations)
-    tensors = linear.resting_tensors()
+    tensors = linear.stored_tensors()
     row = FlatBuffer.read(linear.reader, linear.infos)
     linear.hold_buffer(row)
     row.buffer.zero_()

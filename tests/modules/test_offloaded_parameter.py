@@ -15,7 +15,7 @@ X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 
 def away(*shape):
     parameter = OffloadedParameter(torch.empty(*shape, device="meta"), requires_grad=False)
-    parameter.name, parameter.brought_to = NAME, torch.device("cpu")
+    parameter.name, parameter.onload_device = NAME, torch.device("cpu")
     return parameter
 
 

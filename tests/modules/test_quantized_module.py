@@ -94,7 +94,7 @@ def test_an_arena_is_one_frozen_parameter_of_bytes(build, name):
     assert key == "flat_buffer"
     assert (parameter.dtype, parameter.dim(), parameter.requires_grad) == (torch.uint8, 1, False)
     assert parameter.numel() >= sum(tensor.nbytes for tensor in tensors.values())
-    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in module.resting_tensors().values())
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in module.stored_tensors().values())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -131,7 +131,7 @@ def test_a_stored_tensor_may_bear_the_name_of_an_attribute(build):
         "dtype",
         "training",
         "fetch",
-        "is_away",
+        "is_offloaded",
         "in_features",
         "forward",
         "kernel",
@@ -213,7 +213,7 @@ def test_weight_before_the_load_is_on_meta_with_shape_and_dtype(build):
         torch.bfloat16,
     )
     with pytest.raises(PlacementError, match="used before its weights were loaded"):
-        module.packed_tensors()
+        module.onloaded_tensors()
 
 
 @pytest.mark.parametrize(("name", "backing"), PAIRS)
@@ -238,14 +238,14 @@ def test_a_cast_to_an_integer_keeps_the_dtype_of_weight(build):
 def test_a_fetched_module_is_read_for_each_use(build, name):
     module, tensors, weight = build(name)
     calls = []
-    module.fetch, module.is_away = lambda: calls.append(1) or tensors, True
+    module.fetch, module.is_offloaded = lambda: calls.append(1) or tensors, True
     for _ in range(2):
         assert torch.equal(module.weight, weight)
     assert len(calls) == 2
     module.onload(tensors)
-    assert module.packed_tensors() is tensors
+    assert module.onloaded_tensors() is tensors
     module.offload()
-    module.packed_tensors()
+    module.onloaded_tensors()
     assert len(calls) == 3
 
 

@@ -42,18 +42,18 @@ def build(make, request, compiled):
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_one_mapping_serves_call_after_call(make, backing):
     linear = make(backing)
-    found = linear.packed_tensors()
+    found = linear.onloaded_tensors()
     assert type(found) is LayerTensors
-    assert linear.packed_tensors() is found
-    assert linear.resting_tensors() is not found
+    assert linear.onloaded_tensors() is found
+    assert linear.stored_tensors() is not found
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_what_is_written_in_place_is_computed_with(build, backing):
     linear, activations = build(backing), random(2, IN)
-    before = linear(activations) - linear.resting_tensors()["bias"].float()
-    linear.resting_tensors()[doubled_scales(linear)].mul_(2)
-    after = linear(activations) - linear.resting_tensors()["bias"].float()
+    before = linear(activations) - linear.stored_tensors()["bias"].float()
+    linear.stored_tensors()[doubled_scales(linear)].mul_(2)
+    after = linear(activations) - linear.stored_tensors()["bias"].float()
     assert torch.allclose(after, 2 * before, rtol=1e-4, atol=1e-4)  # the bias was added to another sum
     assert not torch.allclose(after, before, rtol=1e-2)
 
@@ -63,8 +63,8 @@ def test_a_tensor_that_takes_anothers_place_is_computed_with(build, how):
     linear, activations = build("mapped"), random(2, IN)
     first = linear(activations)
     scales = doubled_scales(linear)
-    other = linear.resting_tensors()[scales].clone() * 2
-    linear.packed_tensors()
+    other = linear.stored_tensors()[scales].clone() * 2
+    linear.onloaded_tensors()
     if how == "parameter":
         linear._parameters[scales] = nn.Parameter(other, requires_grad=False)
     elif how == "data":
@@ -75,9 +75,9 @@ def test_a_tensor_that_takes_anothers_place_is_computed_with(build, how):
         linear._apply(torch.clone)
         linear._parameters[scales].data.mul_(2)
     else:
-        linear.hold(linear.resting_tensors() | {scales: other})
+        linear.hold(linear.stored_tensors() | {scales: other})
     found, fresh = linear(activations), build("mapped")
-    fresh.hold({name: tensor.clone() for name, tensor in linear.resting_tensors().items()})
+    fresh.hold({name: tensor.clone() for name, tensor in linear.stored_tensors().items()})
     assert torch.equal(found, fresh(activations))
     assert not torch.equal(found, first)
 
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_read_otherwise_in_its_place_is_computed_with(build):
 def test_memory_of_replaced_tensors_is_given_back_before_the_next_forward(build, backing, how):
     linear = build(backing)
     linear(random(2, IN))
-    found = [weakref.ref(tensor) for tensor in linear.packed_tensors().values()]
+    found = [weakref.ref(tensor) for tensor in linear.onloaded_tensors().values()]
     if how == "parameter":  # as accelerate's hooks do
         for name, parameter in linear._parameters.items():
             linear._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
@@ -123,14 +123,14 @@ def test_what_is_replaced_while_it_is_looked_for_is_noticed(build, monkeypatch):
     linear, activations = build("mapped"), random(2, IN)
     scales = doubled_scales(linear)
     other = nn.Parameter(linear._parameters[scales] * 2, requires_grad=False)
-    find = linear.resting_tensors
+    find = linear.stored_tensors
 
     def interrupted():
         tensors = find()
         linear._parameters[scales] = other  # by another thread
         return tensors
 
-    monkeypatch.setattr(linear, "resting_tensors", interrupted)
+    monkeypatch.setattr(linear, "stored_tensors", interrupted)
     first = linear(activations)
     monkeypatch.undo()
     fresh = build("mapped")
@@ -147,7 +147,7 @@ def test_a_copy_of_a_used_module_computes_with_its_own_bytes(build, backing, how
     expected = linear(activations)
     other = copy.deepcopy(linear) if how == "deepcopy" else pickled(linear)
     assert torch.equal(other(activations), expected)
-    for tensor in other.packed_tensors().values():
+    for tensor in other.onloaded_tensors().values():
         tensor.reshape(-1).view(torch.uint8).zero_()
     assert torch.equal(linear(activations), expected)
     assert not torch.equal(other(activations), expected)
@@ -164,7 +164,7 @@ def test_what_inference_mode_finds_first_is_used_outside_of_it(make):
     linear = make("arena")
     with torch.inference_mode():
         expected = linear(random(2, IN))
-    assert not any(tensor.is_inference() for tensor in linear.packed_tensors().values())
+    assert not any(tensor.is_inference() for tensor in linear.onloaded_tensors().values())
     activations = random(2, IN).requires_grad_()
     found = linear(activations)
     found.sum().backward()
@@ -176,10 +176,10 @@ def test_a_layer_that_moved_is_described_anew(make, layer, compiled):
     linear = make("arena")
     linear.kernel = KERNELS["cpp"]
     expected = linear(random(1, IN))
-    answers = linear.packed_tensors().answers
+    answers = linear.onloaded_tensors().answers
     assert answers["cpp"][0] is weight_format
     old = linear.flat_buffer.data
     linear.flat_buffer.data = old.clone()
     old.zero_()
-    assert linear.packed_tensors().answers is not answers
+    assert linear.onloaded_tensors().answers is not answers
     assert torch.equal(linear(random(1, IN)), expected)

@@ -16,7 +16,7 @@ from hfq.kernels.registry import choose_kernel
 from hfq.modules.flat_buffer import map_tensors, read_tensor
 from hfq.modules.linear import QuantizedLinear
 from hfq.offload.offloader import Offloader, OffloadOptions
-from hfq.offload.unit import DenseParameter, OffloadUnit
+from hfq.offload.unit import OffloadUnit, UnquantizedParameter
 
 SIZE, MOST_LAYERS = 64, 8
 FORMATS = {
@@ -59,14 +59,14 @@ class Stack:
 
     Attributes:
         nbytes: What each block needs of the file.
-        packed_nbytes: The packed part of that.
+        quantized_nbytes: The packed part of that.
     """
 
     model: Chain
     reader: Reader
     offloader: Offloader | None
     nbytes: list[int]
-    packed_nbytes: list[int]
+    quantized_nbytes: list[int]
 
     def is_offloaded(self) -> bool:
         return all(parameter.is_meta for parameter in self.model.parameters())
@@ -76,7 +76,7 @@ class Stack:
         pages of the file.
         """
         found, source = [], self.offloader.source
-        for layout in self.offloader.regions.layouts:
+        for layout in self.offloader.buffers.layouts:
             (run,) = layout.runs
             end = run.source.offset + run.source.nbytes
             if source.mode == "direct" and source.files.supports_direct(run.source.file):
@@ -88,7 +88,7 @@ class Stack:
     def quiet(self) -> int:
         """The bytes read so far, once everything that was begun is read."""
         for index in range(len(self.offloader.units)):
-            ticket = self.offloader.regions.ticket_of(index)
+            ticket = self.offloader.buffers.ticket_of(index)
             if ticket is not None:
                 ticket.wait()
         return self.reader.counters.bytes_read
@@ -116,8 +116,8 @@ def content(tmp_path_factory):
     tensors = {}
     for layer in range(MOST_LAYERS):
         for local, weight_format in FORMATS.items():
-            packed = weight_format.quantize(torch.randn(SIZE, SIZE, generator=generator) * 0.1)
-            tensors |= {f"{layer}.{local}.{name}": tensor for name, tensor in packed.items()}
+            quantized = weight_format.quantize(torch.randn(SIZE, SIZE, generator=generator) * 0.1)
+            tensors |= {f"{layer}.{local}.{name}": tensor for name, tensor in quantized.items()}
         tensors |= {f"{layer}.{name}": torch.rand(SIZE, generator=generator) for name in DENSE}
     write_safetensors(file, {name: stored(tensor) for name, tensor in tensors.items()})
     return file.read_bytes()
@@ -147,18 +147,18 @@ def build(folder):
             )
             if not offload or prefix[:-1] in resident:
                 linears[-1].hold(map_tensors(reader, infos))
-        layer, slots = Layer(linears), []
+        layer, weights = Layer(linears), []
         for name in DENSE:
             owner, local = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             info = checkpoint.tensors[f"{index}.{name}"]
-            slots.append(DenseParameter(owner, local, info))
+            weights.append(UnquantizedParameter(owner, local, info))
             value = (
                 torch.empty(SIZE, dtype=dtype, device="meta")
                 if offload
                 else read_tensor(reader, info).to(dtype)
             )
             owner._parameters[local] = nn.Parameter(value, requires_grad=False)
-        return layer, OffloadUnit(str(index), layer, tuple(linears), tuple(slots))
+        return layer, OffloadUnit(str(index), layer, tuple(linears), tuple(weights))
 
     def build(
         offload: bool = True,
@@ -172,15 +172,15 @@ def build(folder):
         reader = Reader(checkpoint)
         pairs = [layer_of(checkpoint, reader, index, offload, dtype, resident) for index in range(layers)]
         model, units = Chain(*(layer for layer, _ in pairs)), [unit for _, unit in pairs]
-        packed = [
-            sum(info.nbytes for linear in unit.packed for info in linear.infos.values()) for unit in units
+        quantized = [
+            sum(info.nbytes for linear in unit.quantized for info in linear.infos.values()) for unit in units
         ]
         sizes = [
-            size + sum(slot.info.nbytes for slot in unit.dense)
-            for size, unit in zip(packed, units, strict=True)
+            size + sum(weight.info.nbytes for weight in unit.unquantized)
+            for size, unit in zip(quantized, units, strict=True)
         ]
         offloader = Offloader(units, reader, device, options=options, root=model) if offload else None
         reader.counters.bytes_read = 0
-        return Stack(model, reader, offloader, sizes, packed)
+        return Stack(model, reader, offloader, sizes, quantized)
 
     return build

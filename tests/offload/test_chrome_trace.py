@@ -5,7 +5,7 @@ import json
 import random
 
 from hfq.offload.chrome_trace import chrome_trace
-from hfq.offload.spans import LANES, Span
+from hfq.offload.spans import TRACKS, Span
 
 SPANS = [
     Span("compute", "layers.1", 0.003, 0.006),
@@ -70,7 +70,7 @@ def test_events_are_in_order_and_no_two_of_one_track_overlap():
     numbers = random.Random(0)
     starts = [numbers.uniform(-1, 1) for _ in range(500)]
     spans = [
-        Span(numbers.choice(list(LANES)), "a", start, start + numbers.expovariate(20)) for start in starts
+        Span(numbers.choice(list(TRACKS)), "a", start, start + numbers.expovariate(20)) for start in starts
     ]
     spans += [Span("wait", "next", span.end, span.end + 1e-6) for span in spans]  # begins where another ends
     trace = chrome_trace(spans)

@@ -14,10 +14,10 @@ from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.offload.embedding_rows import RowTable, can_read_rows
+from hfq.offload.embedding_rows import EmbeddingTable, can_read_rows
 from hfq.offload.offloader import Offloader
 from hfq.offload.reader_threads import Pool
-from hfq.offload.unit import DenseParameter, OffloadUnit
+from hfq.offload.unit import OffloadUnit, UnquantizedParameter
 
 ROWS, SIZE = 300, 10
 
@@ -73,9 +73,9 @@ def offloaded(table, cls=nn.Embedding, dtype=None, **options):
     module = cls(ROWS, SIZE, device="meta", dtype=dtype, **options)
     module.weight.requires_grad_(False)
     resident.weight.requires_grad_(False)
-    slot = DenseParameter(module, "weight", checkpoint.tensors["embed.weight"])
+    weight = UnquantizedParameter(module, "weight", checkpoint.tensors["embed.weight"])
     reader = Reader(checkpoint)
-    return module, resident, Offloader([OffloadUnit("embed", module, (), (slot,))], reader, "cpu"), reader
+    return module, resident, Offloader([OffloadUnit("embed", module, (), (weight,))], reader, "cpu"), reader
 
 
 def tokens_of(*numbers: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_rows_are_those_of_the_table_and_each_is_read_once(table, tokens):
     assert torch.equal(module(tokens), resident(tokens))
     assert reader.counters.bytes_read == len(set(tokens.flatten().tolist())) * SIZE * table[0].element_size()
     assert offloader.units == ()
-    assert offloader.regions.nbytes == 0
+    assert offloader.buffers.nbytes == 0
     assert module.weight.is_meta
 
 
@@ -130,8 +130,8 @@ def test_many_rows_are_read_by_the_pool_and_few_are_not(table):
     submitted = []
     pool.submit = lambda ticket, submit=pool.submit: submitted.append(ticket) or submit(ticket)
     module = nn.Embedding(ROWS, SIZE, device="meta", dtype=weight.dtype)
-    slot = DenseParameter(module, "weight", checkpoint.tensors["embed.weight"])
-    lookup = RowTable("embed", slot, torch.device("cpu"), DirectFiles(Reader(checkpoint)), pool)
+    parameter = UnquantizedParameter(module, "weight", checkpoint.tensors["embed.weight"])
+    lookup = EmbeddingTable("embed", parameter, torch.device("cpu"), DirectFiles(Reader(checkpoint)), pool)
     assert torch.equal(lookup.look_up(torch.arange(64)), weight[:64])
     assert submitted == []
     assert torch.equal(lookup.look_up(torch.arange(65)), weight[:65])
@@ -162,12 +162,12 @@ def test_a_subclass_that_reads_its_weight_is_streamed_whole(table, cls):
 def test_what_needs_the_whole_table_is_not_read_by_row(table):
     info = table[1].tensors["embed.weight"]
     plain = nn.Embedding(ROWS, SIZE)
-    assert can_read_rows(DenseParameter(plain, "weight", info))
-    assert not can_read_rows(DenseParameter(nn.Embedding(ROWS, SIZE, max_norm=1.0), "weight", info))
-    assert not can_read_rows(DenseParameter(nn.Embedding(ROWS + 1, SIZE), "weight", info))
-    assert not can_read_rows(DenseParameter(nn.Linear(SIZE, ROWS), "weight", info))
+    assert can_read_rows(UnquantizedParameter(plain, "weight", info))
+    assert not can_read_rows(UnquantizedParameter(nn.Embedding(ROWS, SIZE, max_norm=1.0), "weight", info))
+    assert not can_read_rows(UnquantizedParameter(nn.Embedding(ROWS + 1, SIZE), "weight", info))
+    assert not can_read_rows(UnquantizedParameter(nn.Linear(SIZE, ROWS), "weight", info))
     plain.extra = nn.Parameter(torch.zeros(1))
-    assert not can_read_rows(DenseParameter(plain, "weight", info))
+    assert not can_read_rows(UnquantizedParameter(plain, "weight", info))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.errors import CheckpointError
-from hfq.offload import offload_buffers as regions_module
+from hfq.offload import offload_buffers as buffers_module
 from hfq.offload.byte_source import Source
 from hfq.offload.offload_buffers import AcceleratorBuffers
 from hfq.offload.offloader import Offloader, OffloadOptions
@@ -22,18 +22,18 @@ BLOCKS, SIZE = 5, 64
 
 
 @pytest.fixture
-def lane():
-    lane = FakeLane()
-    yield lane
-    lane.close()
+def track():
+    track = FakeLane()
+    yield track
+    track.close()
 
 
 @pytest.fixture
-def device(tmp_path, lane, monkeypatch):
+def device(tmp_path, track, monkeypatch):
     """device(resident=()) → (regions over five blocks of several chunks and odd offsets, the blocks' tensors,
     their bytes).
     """
-    monkeypatch.setattr(regions_module, "CHUNK_NBYTES", 8192)
+    monkeypatch.setattr(buffers_module, "CHUNK_NBYTES", 8192)
     noise = random.Random(0).randbytes(40_000)
     tensors = {}
     for unit in range(BLOCKS):
@@ -58,14 +58,14 @@ def device(tmp_path, lane, monkeypatch):
 
         def noted(wanted, target):
             memory = torch.frombuffer(target, dtype=torch.uint8, count=wanted.nbytes)
-            lane.note("read begun", memory)
+            track.note("read begun", memory)
             target[: wanted.nbytes] = b"\xff" * wanted.nbytes
             read(wanted, target)
-            lane.note("read done", memory)
+            track.note("read done", memory)
 
         monkeypatch.setattr(source, "read", noted)
         return (
-            AcceleratorBuffers([lay_out(infos) for infos in units], source, pool, lane, resident),
+            AcceleratorBuffers([lay_out(infos) for infos in units], source, pool, track, resident),
             units,
             tensors,
         )
@@ -74,97 +74,97 @@ def device(tmp_path, lane, monkeypatch):
     pool.close()
 
 
-def use(regions, lane, infos, tensors, unit: int, wrong: list, buffer_overflows: bool = False) -> None:
+def use(buffers, track, infos, tensors, unit: int, wrong: list, buffer_overflows: bool = False) -> None:
     """Takes a block and gives the device a check of its bytes to compute."""
-    region = regions.take_apart(unit) if buffer_overflows else regions.take(unit)
+    region = buffers.check_out(unit) if buffer_overflows else buffers.take(unit)
 
     def check() -> None:
         for info in infos[unit]:
-            place = regions.layouts[unit].places[info]
+            place = buffers.layouts[unit].places[info]
             if region[place : place + info.nbytes].numpy().tobytes() != tensors[info.name][2]:
                 wrong.append(info.name)
 
-    lane.compute(region, check)
+    track.compute(region, check)
 
 
 def test_the_layouts_have_copies_and_several_chunks(device):
-    regions, _, _ = device()
-    assert any(layout.copies for layout in regions.layouts)
-    assert all(len(list(run.chunks(8192))) > 1 for layout in regions.layouts for run in layout.runs)
+    buffers, _, _ = device()
+    assert any(layout.copies for layout in buffers.layouts)
+    assert all(len(list(run.chunks(8192))) > 1 for layout in buffers.layouts for run in layout.runs)
 
 
 @pytest.mark.parametrize("resident", [(), (1,), (0, 3), range(BLOCKS)])
-def test_every_pass_computes_from_the_right_bytes_and_nothing_is_used_too_early(device, lane, resident):
-    regions, infos, tensors = device(resident)
+def test_every_pass_computes_from_the_right_bytes_and_nothing_is_used_too_early(device, track, resident):
+    buffers, infos, tensors = device(resident)
     wrong: list[str] = []
     for step in range(4 * BLOCKS):
         unit, following = step % BLOCKS, (step + 1) % BLOCKS
-        assert regions.start(unit, [])
-        assert regions.start(following, [unit])
-        use(regions, lane, infos, tensors, unit, wrong)
-        regions.give_back(unit)
-    lane.close()
+        assert buffers.start(unit, [])
+        assert buffers.start(following, [unit])
+        use(buffers, track, infos, tensors, unit, wrong)
+        buffers.give_back(unit)
+    track.close()
     assert wrong == []
-    assert sum(what == "compute done" for what, *_ in lane.log) == 4 * BLOCKS
-    assert lane.violations() == []
+    assert sum(what == "compute done" for what, *_ in track.log) == 4 * BLOCKS
+    assert track.violations() == []
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_order_with_dropped_and_separate_blocks_is_right(device, lane, seed):
-    regions, infos, tensors = device((2,))
+def test_any_order_with_dropped_and_separate_blocks_is_right(device, track, seed):
+    buffers, infos, tensors = device((2,))
     dice, wrong = random.Random(seed), []
     for _ in range(25):
         unit, ahead = dice.randrange(BLOCKS), dice.sample(range(BLOCKS), 2)
-        assert regions.start(unit, [])
-        without_room = [other for other in ahead if not regions.start(other, [unit])]
-        use(regions, lane, infos, tensors, unit, wrong)
+        assert buffers.start(unit, [])
+        without_room = [other for other in ahead if not buffers.start(other, [unit])]
+        use(buffers, track, infos, tensors, unit, wrong)
         for other in (unit, *without_room):
             if dice.random() < 0.3:
-                use(regions, lane, infos, tensors, other, wrong, buffer_overflows=True)
-        regions.give_back(unit)
+                use(buffers, track, infos, tensors, other, wrong, buffer_overflows=True)
+        buffers.give_back(unit)
         if dice.random() < 0.2:
-            regions.drop(ahead[1])
-    lane.close()
+            buffers.drop(ahead[1])
+    track.close()
     assert wrong == []
-    assert lane.violations() == []
+    assert track.violations() == []
 
 
-def test_blocks_that_rest_in_memory_are_read_once_and_pinned_like_the_staging(device, lane):
-    regions, infos, tensors = device(range(BLOCKS))
-    before = regions.source.nbytes_read
+def test_blocks_that_rest_in_memory_are_read_once_and_pinned_like_the_staging(device, track):
+    buffers, infos, tensors = device(range(BLOCKS))
+    before = buffers.source.nbytes_read
     wrong: list[str] = []
     for unit in 2 * [*range(BLOCKS)]:
-        regions.start(unit, [])
-        use(regions, lane, infos, tensors, unit, wrong)
-        regions.give_back(unit)
-    assert regions.source.nbytes_read == before > 0
-    assert regions.resident_nbytes == sum(layout.nbytes for layout in regions.layouts)
-    assert sum(end - first for first, end in lane.pinned) == regions.resident_nbytes
-    assert regions.nbytes == regions.buffer.numel()
+        buffers.start(unit, [])
+        use(buffers, track, infos, tensors, unit, wrong)
+        buffers.give_back(unit)
+    assert buffers.source.nbytes_read == before > 0
+    assert buffers.resident_nbytes == sum(layout.nbytes for layout in buffers.layouts)
+    assert sum(end - first for first, end in track.pinned) == buffers.resident_nbytes
+    assert buffers.nbytes == buffers.buffer.numel()
 
 
-def test_a_read_that_fails_is_raised_where_the_block_is_taken_and_tried_again(device, lane, monkeypatch):
-    regions, infos, tensors = device()
-    read, wrong = regions.source.read, []
+def test_a_read_that_fails_is_raised_where_the_block_is_taken_and_tried_again(device, track, monkeypatch):
+    buffers, infos, tensors = device()
+    read, wrong = buffers.source.read, []
 
     def fail(wanted, target):
         raise CheckpointError("The disk fails.", fix="check the disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(regions.source, "read", fail)
-        assert regions.start(0, [])
+        patch.setattr(buffers.source, "read", fail)
+        assert buffers.start(0, [])
         with pytest.raises(CheckpointError, match="The disk fails"):
-            regions.take(0)
-        assert regions.start(1, [])
-        regions.ticket_of(1)._done.wait(20)
-    assert regions.source.read == read
+            buffers.take(0)
+        assert buffers.start(1, [])
+        buffers.ticket_of(1)._done.wait(20)
+    assert buffers.source.read == read
     for unit in (0, 1):
-        assert regions.start(unit, [])
-        use(regions, lane, infos, tensors, unit, wrong)
-        regions.give_back(unit)
-    lane.close()
+        assert buffers.start(unit, [])
+        use(buffers, track, infos, tensors, unit, wrong)
+        buffers.give_back(unit)
+    track.close()
     assert wrong == []
-    assert lane.violations() == []
+    assert track.violations() == []
 
 
 def random_tensor(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -174,11 +174,11 @@ def random_tensor(*shape: int, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("resident", [(), (1,)])
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, resident):
-    lane = FakeLane(is_host_the_device=True)
+    track = FakeLane(is_host_the_device=True)
     monkeypatch.setattr(
         Offloader,
-        "_make_regions",
-        lambda self, layouts: AcceleratorBuffers(layouts, self.source, self.pool, lane, resident),
+        "_make_buffers",
+        lambda self, layouts: AcceleratorBuffers(layouts, self.source, self.pool, track, resident),
     )
     stack, expected = build(options=OffloadOptions(mode)), build(offload=False).model(random_tensor(3, SIZE))
     for passes in range(1, 6):
@@ -190,28 +190,28 @@ def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, re
         )
         # what rests in memory was read before the counter was set back
         assert stack.quiet() == passes * (sum(sizes) - once) + ahead
-    assert stack.offloader.schedule.prefetch_misses == 0
+    assert stack.offloader.prefetch_order.prefetch_misses == 0
     stack.model.order = (3, 1, 1, 0)
     for _ in range(3):
         stack.model(random_tensor(3, SIZE))
     stack.offloader.close()
-    lane.close()
-    assert lane.violations() == []
+    track.close()
+    assert track.violations() == []
 
 
-def test_a_lane_that_forgets_to_wait_is_noticed(device, lane, monkeypatch):
+def test_a_lane_that_forgets_to_wait_is_noticed(device, track, monkeypatch):
     """The checks above can fail: without the wait for the computation, regions are overwritten while it
     runs.
     """
-    regions, infos, tensors = device(range(BLOCKS))
-    monkeypatch.setattr(lane, "copy_after", lambda mark: None)
+    buffers, infos, tensors = device(range(BLOCKS))
+    monkeypatch.setattr(track, "copy_after", lambda mark: None)
     leave = threading.Event()
-    lane.hold_computation(leave)
+    track.hold_computation(leave)
     for step in range(BLOCKS):
-        regions.start(step, [])
-        use(regions, lane, infos, tensors, step, [])
-        regions.give_back(step)
-    lane.synchronize(lane.mark())
+        buffers.start(step, [])
+        use(buffers, track, infos, tensors, step, [])
+        buffers.give_back(step)
+    track.synchronize(track.mark())
     leave.set()
-    lane.close()
-    assert "overwritten while it computes" in lane.violations()
+    track.close()
+    assert "overwritten while it computes" in track.violations()

@@ -25,14 +25,14 @@ def poisoned(build, monkeypatch):
 
     def make(layers: int = LAYERS, seed: int = 0):
         stack, dice = build(layers=layers), plain_random.Random(seed)
-        regions, source, read = stack.offloader.regions, stack.offloader.source, stack.offloader.source.read
-        give_back = regions.give_back
+        buffers, source, read = stack.offloader.buffers, stack.offloader.source, stack.offloader.source.read
+        give_back = buffers.give_back
 
         def poison(unit: int) -> None:
             give_back(unit)
-            if unit not in stack.offloader._in_use and regions.ticket_of(unit) is not None:
-                region = regions._region(unit)
-                regions.drop(unit)
+            if unit not in stack.offloader._in_use and buffers.ticket_of(unit) is not None:
+                region = buffers._region(unit)
+                buffers.drop(unit)
                 region.fill_(0xFF)
 
         def late(wanted, target) -> None:
@@ -40,7 +40,7 @@ def poisoned(build, monkeypatch):
             target[: wanted.nbytes] = b"\xff" * wanted.nbytes
             read(wanted, target)
 
-        monkeypatch.setattr(regions, "give_back", poison)
+        monkeypatch.setattr(buffers, "give_back", poison)
         monkeypatch.setattr(source, "read", late)
         return stack
 
@@ -83,7 +83,7 @@ def test_what_a_block_returns_of_its_own_weight_survives(poisoned, build):
     stack, resident, activations = poisoned(), build(offload=False), random(3, SIZE)
 
     def parts(layer, outputs):
-        tensors = layer.q.packed_tensors()
+        tensors = layer.q.onloaded_tensors()
         return {"outputs": outputs, "views": [layer.scale.view(8, 8)[1:], layer.norm.bias, *tensors.values()]}
 
     for both in (stack, resident):
@@ -112,6 +112,6 @@ def test_a_packed_layer_used_after_its_forward_reads_its_own_bytes_again(poisone
     stack, resident, activations = poisoned(), build(offload=False), random(3, SIZE)
     stack.model(activations)
     for layer, own in zip(stack.model, resident.model, strict=True):
-        late, right = layer.q.packed_tensors(), own.q.packed_tensors()
+        late, right = layer.q.onloaded_tensors(), own.q.onloaded_tensors()
         assert all(torch.equal(late[name].view(torch.uint8), right[name].view(torch.uint8)) for name in right)
         assert torch.equal(layer.k(activations), own.k(activations))

@@ -29,7 +29,7 @@ def test_parts_are_present_during_the_forward_and_on_meta_after_it(build):
             [
                 layer.norm.weight.is_meta,
                 layer.scale.is_meta,
-                *(t.is_meta for t in layer.q.packed_tensors().values()),
+                *(t.is_meta for t in layer.q.onloaded_tensors().values()),
             ]
         )
 
@@ -63,12 +63,12 @@ def test_a_dense_parameter_is_cast_to_its_dtype(build):
 def test_all_blocks_share_one_buffer_of_two_neighbours(build):
     stack, addresses = build(), []
     for layer in stack.model:
-        layer.probe = lambda layer: addresses.append(layer.q.packed_tensors()["weight"].data_ptr())
+        layer.probe = lambda layer: addresses.append(layer.q.onloaded_tensors()["weight"].data_ptr())
     stack.model(random(3, SIZE))
     stack.model(random(3, SIZE))
     buffer, sizes = (
-        stack.offloader.regions.buffer,
-        [layout.nbytes for layout in stack.offloader.regions.layouts],
+        stack.offloader.buffers.buffer,
+        [layout.nbytes for layout in stack.offloader.buffers.layouts],
     )
     assert buffer.numel() == max(size + sizes[index - 1] for index, size in enumerate(sizes))
     assert len(addresses) == 8
@@ -134,5 +134,5 @@ def test_a_backward_reads_the_packed_layers_again_and_nothing_else(build):
     loss = stack.model(random(4, SIZE).requires_grad_()).sum()
     before = stack.quiet()
     loss.backward()
-    assert stack.quiet() == before + sum(stack.packed_nbytes)
+    assert stack.quiet() == before + sum(stack.quantized_nbytes)
     assert stack.is_offloaded()

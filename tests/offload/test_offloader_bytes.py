@@ -30,7 +30,7 @@ def test_every_pass_reads_each_block_once(build, layers, mode):
         ahead = sizes[0] + sizes[1]  # of the next pass
         assert stack.quiet() == passes * sum(sizes) + ahead
     assert stack.offloader.passes == 5
-    assert (stack.offloader.schedule.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
+    assert (stack.offloader.prefetch_order.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
     assert stack.offloader.pass_nbytes == sum(stack.nbytes)
 
 
@@ -53,7 +53,7 @@ def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
     sizes, started = stack.read_nbytes(), []
 
     def probe(layer):
-        started.append([index for index in range(8) if stack.offloader.regions.ticket_of(index) is not None])
+        started.append([index for index in range(8) if stack.offloader.buffers.ticket_of(index) is not None])
 
     stack.model[0].probe = probe
     for passes in range(1, 5):
@@ -62,8 +62,8 @@ def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
     assert all(
         {0, 1, 2} <= set(indices) for indices in started
     )  # two blocks fit beside the one that computes
-    regions = stack.offloader.regions
-    assert regions.nbytes <= sum(layout.nbytes for layout in regions.layouts) // 2
+    buffers = stack.offloader.buffers
+    assert buffers.nbytes <= sum(layout.nbytes for layout in buffers.layouts) // 2
 
 
 def test_both_modes_give_the_same_bytes(build):
@@ -86,7 +86,7 @@ def test_jobs_in_lockstep_read_what_one_pass_reads(build, count):
         )
         assert all(torch.equal(one, resident.model(batch)) for one, batch in zip(found, batches, strict=True))
         assert stack.quiet() == passes * sum(sizes) + sizes[0] + sizes[1]
-    assert (stack.offloader.schedule.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
+    assert (stack.offloader.prefetch_order.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
 
 
 ORDERS = {
@@ -104,14 +104,14 @@ def test_a_changed_order_is_right_at_once_and_learned_after_one_pass(build, name
     for passes in range(4):
         stack.model.order = resident.model.order = None if passes < 2 else ORDERS[name]
         assert torch.equal(stack.model(activations), resident.model(activations))
-        counted = stack.offloader.schedule.prefetch_misses
+        counted = stack.offloader.prefetch_order.prefetch_misses
         assert (counted > 0) == (passes >= 2)
         assert passes < 3 or counted == learned
         learned = counted
     before = stack.quiet()
     for _ in range(3):
         assert torch.equal(stack.model(activations), resident.model(activations))
-    assert stack.offloader.schedule.prefetch_misses == learned
+    assert stack.offloader.prefetch_order.prefetch_misses == learned
     most = sum(stack.read_nbytes()[index] for index in ORDERS[name])
     assert stack.quiet() - before <= 3 * most
 
@@ -123,7 +123,7 @@ def test_an_order_that_changes_with_every_pass_stays_right(build):
         order = torch.randint(6, (8,), generator=generator).tolist()
         stack.model.order = resident.model.order = order
         assert torch.equal(stack.model(activations), resident.model(activations))
-    assert stack.offloader.schedule.unit_forwards == 240
+    assert stack.offloader.prefetch_order.unit_forwards == 240
 
 
 def nest(stack, outer: int, inner: int) -> None:
@@ -155,11 +155,11 @@ def test_a_block_within_another_is_read_beside_it(build, outer, inner):
 
 def test_memory_beside_the_ring_is_let_go_when_its_block_is_over(build, monkeypatch):
     stack, activations, made = build(), random(3, SIZE), []
-    first, seen, regions = stack.model[0], [], stack.offloader.regions
-    take_apart = regions.take_apart
+    first, seen, buffers = stack.model[0], [], stack.offloader.buffers
+    check_out = buffers.check_out
 
     def noted(unit: int) -> torch.Tensor:
-        region = take_apart(unit)
+        region = check_out(unit)
         made.append(weakref.ref(region.untyped_storage()))
         return region
 
@@ -168,7 +168,7 @@ def test_memory_beside_the_ring_is_let_go_when_its_block_is_over(build, monkeypa
         if len(seen) % 2:
             layer(activations)
 
-    monkeypatch.setattr(regions, "take_apart", noted)
+    monkeypatch.setattr(buffers, "check_out", noted)
     first.probe = probe
     for _ in range(3):
         stack.model(activations)

@@ -24,7 +24,7 @@ class Gates:
         self.began, self.entered, self.is_open = [0] * LAYERS, [0] * LAYERS, False
         self._changed = threading.Condition()
         self._offsets = {}
-        for index, layout in enumerate(stack.offloader.regions.layouts):
+        for index, layout in enumerate(stack.offloader.buffers.layouts):
             for run in layout.runs:
                 self._offsets[run.source.offset // 4096] = index
         self._read = stack.offloader.source.read
@@ -116,4 +116,4 @@ def test_blocks_that_are_called_without_the_model_are_read_ahead_as_well(gated):
         for layer in stack.model:
             layer(activations)
     assert gates.entered == [2] * LAYERS
-    assert stack.offloader.schedule.prefetch_misses == 0
+    assert stack.offloader.prefetch_order.prefetch_misses == 0

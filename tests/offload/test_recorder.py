@@ -40,12 +40,12 @@ def test_every_read_wait_and_block_of_a_pass_is_recorded(stack):
         read = stack.offloader.source.nbytes_read - before
     assert torch.equal(found, expected)
     spans = recorder.spans()
-    assert [span.name for span in spans if span.lane == "compute"] == ["0", "1", "2", "3"]
-    assert [span.name for span in spans if span.lane == "wait"] == ["0", "1", "2", "3"]
-    assert sum(span.nbytes for span in spans if span.lane == "read") == read > 0
+    assert [span.name for span in spans if span.track == "compute"] == ["0", "1", "2", "3"]
+    assert [span.name for span in spans if span.track == "wait"] == ["0", "1", "2", "3"]
+    assert sum(span.nbytes for span in spans if span.track == "read") == read > 0
     assert all(span.start <= span.end for span in spans)
-    ends = {(span.lane, span.name): span.end for span in spans}
-    starts = {(span.lane, span.name): span.start for span in spans}
+    ends = {(span.track, span.name): span.end for span in spans}
+    starts = {(span.track, span.name): span.start for span in spans}
     assert all(ends["wait", name] <= starts["compute", name] for name in "0123")
     assert all(ends["compute", name] <= starts["wait", str(int(name) + 1)] for name in "012")
 
@@ -62,7 +62,7 @@ def test_outside_of_a_recording_nobody_notes_anything(stack, monkeypatch):
         stack.model(torch.ones(2, SIZE))
     stack.quiet()
     assert (
-        stack.offloader.recorder is stack.offloader.regions.recorder is stack.offloader.source.on_read is None
+        stack.offloader.recorder is stack.offloader.buffers.recorder is stack.offloader.source.on_read is None
     )
 
 
@@ -83,34 +83,34 @@ def test_a_second_recording_is_refused(stack):
 
 
 def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
-    checkpoint, lane, pool = Checkpoint.open(folder), FakeLane(), Pool(2)
+    checkpoint, track, pool = Checkpoint.open(folder), FakeLane(), Pool(2)
     infos = [
         [info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")]
         for unit in range(3)
     ]
-    regions = AcceleratorBuffers(
-        [lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, lane
+    buffers = AcceleratorBuffers(
+        [lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, track
     )
-    recorder = regions.recorder = Recorder(regions.clock(), ["0", "1", "2"])
+    recorder = buffers.recorder = Recorder(buffers.clock(), ["0", "1", "2"])
     try:
         for unit in range(3):
-            assert regions.start(unit, [])
-            regions.take(unit)
+            assert buffers.start(unit, [])
+            buffers.take(unit)
             stamp = recorder.stamp()
-            lane.compute(regions.buffer, lambda: None)
+            track.compute(buffers.buffer, lambda: None)
             recorder.note_computed("compute", str(unit), stamp)
-            regions.give_back(unit)
+            buffers.give_back(unit)
         spans = recorder.spans()
     finally:
-        lane.close()
+        track.close()
         pool.close()
-    copies = [span for span in spans if span.lane == "copy"]
+    copies = [span for span in spans if span.track == "copy"]
     assert {span.name for span in copies} == {"0", "1", "2"}
     assert all(
         before.end <= after.start for before, after in itertools.pairwise(copies)
     )  # one after the other
     for unit in range(3):
         sizes = [span.nbytes for span in copies if span.name == str(unit)]
-        assert sum(sizes) >= regions.layouts[unit].needed_nbytes
-        computed = next(span for span in spans if span.lane == "compute" and span.name == str(unit))
+        assert sum(sizes) >= buffers.layouts[unit].needed_nbytes
+        computed = next(span for span in spans if span.track == "compute" and span.name == str(unit))
         assert max(span.end for span in copies if span.name == str(unit)) <= computed.end

@@ -28,7 +28,7 @@ MOE = [
 
 
 def away(budget: Budget) -> dict[str, str]:
-    return {name: home for name, home in budget.devices.items() if home != budget.main}
+    return {name: device for name, device in budget.devices.items() if device != budget.main}
 
 
 def on_disk(*names: str) -> dict[str, str]:
@@ -39,8 +39,8 @@ def on_disk(*names: str) -> dict[str, str]:
 def test_what_fits_stays_without_a_ring(main):
     budget = plan_devices(LLAMA, {main: 118}, main)
     assert away(budget) == {}
-    assert budget.rings == {}
-    assert (budget.resting, budget.onloaded_nbytes, budget.headroom()) == ({main: 118}, 0, {main: 0})
+    assert budget.buffers == {}
+    assert (budget.stored_nbytes, budget.onloaded_nbytes, budget.headroom()) == ({main: 118}, 0, {main: 0})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_fits_stays_without_a_ring(main):
 def test_the_ring_is_reserved(capacity, gone, ring, moved, left):
     budget = plan_devices(LLAMA, {"cpu": capacity}, "cpu")
     assert away(budget) == on_disk(*gone)
-    assert budget.rings == ({"cpu": ring} if ring else {})
+    assert budget.buffers == ({"cpu": ring} if ring else {})
     assert budget.onloaded_nbytes == moved
     assert budget.headroom() == {"cpu": left}
 
@@ -78,16 +78,16 @@ def test_an_embedding_takes_the_room_that_no_block_can():
 def test_the_ring_holds_neighbours_over_the_end_of_a_forward():
     units = [Unit("a", 50, "block"), Unit("b", 1, "block"), Unit("c", 1, "block"), Unit("d", 40, "block")]
     budget = plan_devices(units, {"cpu": 90}, "cpu")
-    assert (budget.devices, budget.rings) == (on_disk("a", "b", "c", "d"), {"cpu": 90})  # d and a
+    assert (budget.devices, budget.buffers) == (on_disk("a", "b", "c", "d"), {"cpu": 90})  # d and a
     budget = plan_devices(units, {"cpu": 91}, "cpu")
-    assert (away(budget), budget.rings) == (on_disk("b", "c", "d"), {"cpu": 41})
+    assert (away(budget), budget.buffers) == (on_disk("b", "c", "d"), {"cpu": 41})
 
 
 def test_a_region_may_be_larger_than_what_rests():
     units = [Unit(f"b{index}", 10, "block", 16) for index in range(6)]
     budget = plan_devices(units, {"cpu": 52}, "cpu")
     assert away(budget) == on_disk("b2", "b3", "b4", "b5")
-    assert (budget.rings, budget.onloaded_nbytes, budget.resting) == (
+    assert (budget.buffers, budget.onloaded_nbytes, budget.stored_nbytes) == (
         {"cpu": 32},
         64,
         {"cpu": 20, "disk": 40},
@@ -97,16 +97,16 @@ def test_a_region_may_be_larger_than_what_rests():
 def test_the_rest_is_kept_by_the_cpu_before_the_disk():
     budget = plan_devices(LLAMA, {"cuda:0": 78, "cpu": 60}, "cuda:0")
     assert away(budget) == {"b3": "cpu", "b4": "cpu", "b5": "cpu", "embed": "cpu"}
-    assert (budget.rings, budget.headroom()) == ({"cuda:0": 20}, {"cuda:0": 0, "cpu": 0})
+    assert (budget.buffers, budget.headroom()) == ({"cuda:0": 20}, {"cuda:0": 0, "cpu": 0})
     budget = plan_devices(LLAMA, {"cuda:0": 78, "cpu": 59}, "cuda:0")
     assert away(budget) == {"b3": "cpu", "b4": "cpu", "b5": "cpu", "embed": "disk"}
-    assert budget.rings == {"cuda:0": 20}
+    assert budget.buffers == {"cuda:0": 20}
 
 
 def test_blocks_on_disk_need_a_ring_on_the_host_too():
     budget = plan_devices(LLAMA, {"cuda:0": 48, "cpu": 55}, "cuda:0")
-    assert {name for name, home in budget.devices.items() if home == "cpu"} == {"b0", "b1", "b2"}
-    assert (budget.rings, budget.resting["cpu"]) == ({"cuda:0": 20, "cpu": 20}, 30)
+    assert {name for name, device in budget.devices.items() if device == "cpu"} == {"b0", "b1", "b2"}
+    assert (budget.buffers, budget.stored_nbytes["cpu"]) == ({"cuda:0": 20, "cpu": 20}, 30)
     assert budget.headroom() == {"cuda:0": 0, "cpu": 5}
     assert budget.onloaded_nbytes == 60  # from wherever they rest
 
@@ -114,7 +114,7 @@ def test_blocks_on_disk_need_a_ring_on_the_host_too():
 def test_a_cpu_without_a_limit_of_its_own_holds_nothing_but_the_ring():
     budget = plan_devices(LLAMA, {"mps": 48}, "mps")
     assert set(away(budget).values()) == {"disk"}
-    assert budget.rings == {"mps": 20, "cpu": 20}
+    assert budget.buffers == {"mps": 20, "cpu": 20}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_experts_leave_before_blocks(capacity, gone, left):
     budget = plan_devices(MOE, {"cpu": capacity}, "cpu")
     assert away(budget) == on_disk(*gone)
     assert budget.headroom() == {"cpu": left}
-    assert (budget.rings, budget.onloaded_nbytes) == ({}, 0)
+    assert (budget.buffers, budget.onloaded_nbytes) == ({}, 0)
     assert budget.on_demand_nbytes == 40 * sum("experts" in name for name in gone)
 
 
@@ -223,9 +223,9 @@ def test_no_home_holds_more_than_it_may(units, where, cache):
         return
     assert set(budget.devices) == {unit.name for unit in units}
     assert budget == planned(units, capacities, main, cache)
-    for home, capacity in capacities.items():
-        assert sum(unit.nbytes for unit in units if budget.devices[unit.name] == home) <= capacity
-        assert budget.taken(home) <= capacity
+    for device, capacity in capacities.items():
+        assert sum(unit.nbytes for unit in units if budget.devices[unit.name] == device) <= capacity
+        assert budget.taken(device) <= capacity
     assert all(budget.devices[unit.name] == main for unit in units if unit.kind == "fixed")
 
 
@@ -239,16 +239,16 @@ def test_a_ring_holds_every_streamed_unit_beside_the_next(units, where):
     streamed = [
         unit for unit in units if budget.devices[unit.name] != main and unit.kind in ("block", "other")
     ]
-    sizes = [unit.streamed_nbytes for unit in streamed]
+    sizes = [unit.unit_onloaded_nbytes for unit in streamed]
     needed = (
         max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
         if len(sizes) > 1
         else sum(sizes)
     )
-    assert budget.rings.get(main, 0) == needed
+    assert budget.buffers.get(main, 0) == needed
     assert budget.onloaded_nbytes == sum(sizes)
     if main != "cpu" and any(budget.devices[unit.name] == "disk" for unit in streamed):
-        assert budget.rings.get("cpu", 0) == needed
+        assert budget.buffers.get("cpu", 0) == needed
 
 
 @settings(deadline=None, max_examples=100)

@@ -31,8 +31,8 @@ def devices(device_map, names=NAMES, modules=MODULES):
     return resolve_devices(device_map, names, modules)
 
 
-def taken(device_map, home: str) -> list[str]:
-    return [name for name, found in devices(device_map).items() if found == home]
+def taken(device_map, device: str) -> list[str]:
+    return [name for name, found in devices(device_map).items() if found == device]
 
 
 def test_no_device_map_puts_everything_on_the_cpu():

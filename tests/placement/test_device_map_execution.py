@@ -9,7 +9,7 @@ from transformers.integrations.accelerate import expand_device_map, get_device
 
 from hfq.placement.device_map import execution_device, execution_map, resolve_devices
 
-HOMES = ["cpu", "disk", "xpu:0", "xpu:1"]
+DEVICES = ["cpu", "disk", "xpu:0", "xpu:1"]
 SEGMENTS = ["model", "m", "layers", "l", "0", "1", "10", "11", "100"]
 LAYERS = [f"model.layers.{i}.w" for i in range(12)]
 
@@ -36,14 +36,14 @@ def placements(draw):
     for name in names:
         if not set(ancestors(name)) & set(keys):
             keys.append(draw(st.sampled_from(ancestors(name))))
-    return {key: draw(st.sampled_from(HOMES)) for key in keys}, names, parts
+    return {key: draw(st.sampled_from(DEVICES)) for key in keys}, names, parts
 
 
 def executed(device_map, names, modules):
     """(what hfq means, what transformers reads)."""
     devices = resolve_devices(device_map, names, modules)
     main = execution_device(devices.values())
-    meant = {name: main if home in ("cpu", "disk") else home for name, home in devices.items()}
+    meant = {name: main if device in ("cpu", "disk") else device for name, device in devices.items()}
     computing = execution_map(device_map, devices, main)
     assert {name: get_device(computing, name) for name in names} == expand_device_map(computing, names)
     return meant, expand_device_map(computing, names)

@@ -16,14 +16,14 @@ UNITS = [
 def test_parts_are_contiguous_and_even_with_their_cache():
     spread = assign_units(UNITS, {"cuda:0": 200, "cuda:1": 200}, kv=60, activations=10)
     assert list(spread.devices.values()) == ["cuda:0"] * 4 + ["cuda:1"] * 4
-    assert spread.resting == {"cuda:0": 90, "cuda:1": 90}
+    assert spread.stored_nbytes == {"cuda:0": 90, "cuda:1": 90}
     assert spread.kv == {"cuda:0": 30, "cuda:1": 30}
 
 
 def test_a_small_accelerator_gets_less():
     spread = assign_units(UNITS, {"cuda:0": 60, "cuda:1": 400}, kv=0, activations=5)
-    assert spread.resting["cuda:0"] <= 55
-    assert sum(spread.resting.values()) == 180
+    assert spread.stored_nbytes["cuda:0"] <= 55
+    assert sum(spread.stored_nbytes.values()) == 180
 
 
 def test_what_does_not_fit_together_says_how_much_would():

@@ -56,7 +56,7 @@ def test_the_dict_is_json_with_every_tensor():
         "device": "disk",
         "execution_device": "cpu",
         "nbytes": 20_000,
-        "packed": True,
+        "quantized": True,
     }
 
 

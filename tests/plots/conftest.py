@@ -16,7 +16,7 @@ MODULES = [
         "device": "disk" if ".2." in name or ".1." in name else "cpu",
         "execution_device": "cpu",
         "nbytes": 3000,
-        "packed_nbytes": 2000 * ("layers" in name),
+        "quantized_nbytes": 2000 * ("layers" in name),
     }
     for name in PARTS
 ]
@@ -48,15 +48,15 @@ STREAM = {
     "expert_hits": 0,
     "expert_misses": 0,
     "expert_nbytes": 0,
-    "expert_budget": 0,
+    "expert_cache_nbytes": 0,
     "read_bandwidth": 3.6e6,
     "share_of_disk_bandwidth": None,
 }
 SPEED = {
-    "load_predicted": 0.1,
-    "load_achieved": 0.2,
-    "step_predicted": None,
-    "step_achieved": 0.01,
+    "load_predicted_seconds": 0.1,
+    "load_achieved_seconds": 0.2,
+    "step_predicted_seconds": None,
+    "step_achieved_seconds": 0.01,
     "dominant": "reads",
     "source": "limits",
 }
@@ -79,7 +79,9 @@ RUN = {
     "modules": MODULES,
     "timeline": {
         "units": ["model.layers.1", "model.layers.2"],
-        "spans": [dict(zip(("lane", "name", "start", "end", "nbytes"), span, strict=True)) for span in SPANS],
+        "spans": [
+            dict(zip(("track", "name", "start", "end", "nbytes"), span, strict=True)) for span in SPANS
+        ],
     },
 }
 HOME = {

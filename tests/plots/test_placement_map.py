@@ -3,14 +3,14 @@
 import pytest
 
 from hfq.placement.plan import ModuleDevice
-from hfq.plots.placement_map import gather_units, home_colour, placement_picture
+from hfq.plots.placement_map import device_colour, gather_units, placement_picture
 from tests.plots.conftest import MODULES
 
 
 def test_modules_of_a_layer_are_one_part():
     units = gather_units(ModuleDevice(**module) for module in MODULES)
     assert [unit.short for unit in units] == ["embed_tokens", "layers.0", "layers.1", "layers.2", "lm_head"]
-    assert units[1].held == {"cpu": (4000, 2000)}
+    assert units[1].by_device == {"cpu": (4000, 2000)}
     assert units[2].modules == 2
     assert sum(unit.nbytes for unit in units) == sum(module["nbytes"] for module in MODULES)
 
@@ -47,4 +47,4 @@ def test_alike_neighbours_stand_in_one_row():
 
 def test_homes_have_colours_of_their_own():
     devices = ("cpu", "disk", "nvme", "cuda:0", "cuda:1", "cuda:2")
-    assert len({home_colour(home) for home in devices}) == len(devices)
+    assert len({device_colour(device) for device in devices}) == len(devices)

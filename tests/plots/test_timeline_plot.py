@@ -23,7 +23,7 @@ def test_the_last_pass_is_shown_and_cut():
 
 
 def test_without_a_pass_everything_is_shown():
-    shown, seconds = last_pass([span for span in spans() if span.lane != "pass"])
+    shown, seconds = last_pass([span for span in spans() if span.track != "pass"])
     assert len(shown) == len(SPANS) - 1
     assert seconds == pytest.approx(0.013)  # a difference of two decimal fractions
 

@@ -133,7 +133,7 @@ def test_other_blocks_are_scaled_where_that_is_possible(source, tmp_path):  # no
     with torch.no_grad():
         found, exact = load(tmp_path / "awq")(IDS).logits, load(source)(IDS).logits
     assert (found - exact).norm() < 0.02 * exact.norm()
-    assert all(after <= before for before, after in report.recovered.values())
+    assert all(after <= before for before, after in report.distilled.values())
     plain = [layer.name for layer in report.layers if layer.exponent is None]
     card = (tmp_path / "awq" / "README.md").read_text()
     assert f"Rounded without scaling, since nothing before them can take a scale: {', '.join(plain)}." in card

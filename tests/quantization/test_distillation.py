@@ -47,7 +47,7 @@ def recovered(tmp_path_factory, tokens):
     resumed = hfq.quantize(SOURCE, recipe, output_dir=out / "stopped", **calibration)
     report = hfq.quantize(SOURCE, recipe, output_dir=out / "trained", **calibration)
     hfq.quantize(SOURCE, Recipe(**ROUNDED), output_dir=out / "rounded")
-    assert (resumed.resumed, resumed.recovered) == (2, report.recovered)
+    assert (resumed.resumed, resumed.distilled) == (2, report.distilled)
     return out, report
 
 
@@ -57,10 +57,10 @@ def test_after_a_stop_it_gives_the_same_bytes(recovered):
 
 def test_the_error_of_each_block_falls_and_so_does_the_perplexity_of_other_text(recovered, text):
     out, report = recovered
-    assert list(report.recovered) == [f"model.layers.{number}" for number in range(4)]
-    assert all(after < 0.97 * before for before, after in report.recovered.values())
+    assert list(report.distilled) == [f"model.layers.{number}" for number in range(4)]
+    assert all(after < 0.97 * before for before, after in report.distilled.values())
     card = (out / "trained" / "README.md").read_text()
-    before, after = report.recovered["model.layers.2"]
+    before, after = report.distilled["model.layers.2"]
     assert (
         f"Recovery of model.layers.2: the mean squared error of its outputs fell from {before:.3g} to "
         f"{after:.3g}." in card
@@ -96,19 +96,20 @@ def test_rounded_scales_give_the_weight_that_readers_see(kind):
         inputs = torch.randn(200, 96) * torch.rand(96)
         solved = solve(weight, factorize(inputs.t() @ inputs, recipe, ""), Gptq(4, 32), recipe)
         weight_format = Gptq(4, 32, zero_reading="stored", g_idx_length=2)
-        packed = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
+        quantized = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
     else:
         weight_format = Awq(group_size=32) if kind == "awq" else Gptq(4, 32, g_idx_length=2)
-        packed = weight_format.quantize(weight)
+        quantized = weight_format.quantize(weight)
     linear = nn.Linear(96, 64)
-    layer = _Layer(linear, packed, weight_format, recipe)
+    layer = _Layer(linear, quantized, weight_format, recipe)
     layer.ratio.data.uniform_(0.5, 1.5)
     with torch.no_grad():
         layer.put(rounded=True)
     assert torch.equal(
-        linear._parameters["weight"], as_weight(weight_format, recipe, {**packed, "scales": layer.rounded()})
+        linear._parameters["weight"],
+        as_weight(weight_format, recipe, {**quantized, "scales": layer.rounded()}),
     )
-    assert not torch.equal(layer.rounded(), packed["scales"])
+    assert not torch.equal(layer.rounded(), quantized["scales"])
 
 
 @pytest.mark.parametrize(

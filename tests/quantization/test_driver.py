@@ -51,7 +51,9 @@ def test_the_output_is_a_gptq_checkpoint_that_says_how_it_was_made(gptq):
     assert report.nbytes == sum(info.nbytes for info in Checkpoint.open(folder).tensors.values())
     assert len(report.layers) == 28
     assert {layer.tokens for layer in report.layers} == {SAMPLES * LENGTH}
-    assert [(entry.block, entry.done) for entry in seen] == [(f"model.layers.{n}", n + 1) for n in range(4)]
+    assert [(entry.decoder_layer, entry.done) for entry in seen] == [
+        (f"model.layers.{n}", n + 1) for n in range(4)
+    ]
     assert all(0 < entry.loss < 1 for entry in seen)
     assert seen[0].eta_seconds > 0 == seen[-1].eta_seconds
 
@@ -114,7 +116,7 @@ def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
 
 def test_fp8_of_other_sizes_is_written_by_channel(tmp_path):
     source = tiny_models.write_model(
-        tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None
+        tmp_path / "floats", tiny_models.onloaded_tensors(FORMATS["dense"]()), None
     )
     hfq.quantize(source, Recipe("fp8"), output_dir=tmp_path / "fp8")
     checkpoint = Checkpoint.open(tmp_path / "fp8")

@@ -82,12 +82,12 @@ def test_a_model_is_calibrated_through_its_own_blocks(source, kind, tmp_path):
         found, exact = model(IDS).logits, floats(IDS).logits
     assert (found - exact).norm() < 0.05 * exact.norm()
     written, before = Checkpoint.open(tmp_path / "gptq").tensors, Checkpoint.open(source).tensors
-    packed = {name.removesuffix(".qweight") for name in written if name.endswith(".qweight")}
-    assert packed == {name.removesuffix(".weight") for name in before.keys() - written.keys()}
+    quantized = {name.removesuffix(".qweight") for name in written if name.endswith(".qweight")}
+    assert quantized == {name.removesuffix(".weight") for name in before.keys() - written.keys()}
     if kind == "mixtral":
         routed = [layer.tokens for layer in report.layers if "experts" in layer.name]
         assert sum(routed) == 2 * 3 * 2 * 30 * 40  # layers, projections, experts of each token
-        assert "experts.0" in next(iter(sorted(name for name in packed if "experts" in name)))
+        assert "experts.0" in next(iter(sorted(name for name in quantized if "experts" in name)))
 
 
 @pytest.mark.parametrize("kind", FUSED)

@@ -82,12 +82,12 @@ def test_parts_of_a_weight_are_rounded_to_what_the_whole_is(method, out_features
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
     weight, weight_format = layer.weight.detach(), recipe.weight_format([(out_features, 256)])
     quantizer = block.DecoderLayerQuantizer(nn.Module(), {"layer": layer}, weight_format, recipe, None, None)
-    packed, error = quantizer._rounded("layer", weight)
+    quantized, error = quantizer._rounded("layer", weight)
     expected = round_weight("layer", weight, weight_format)
-    assert packed.keys() == expected.keys()
+    assert quantized.keys() == expected.keys()
     for local, tensor in expected.items():
-        assert packed[local].dtype == tensor.dtype
-        assert torch.equal(packed[local].view(torch.uint8), tensor.view(torch.uint8)), local
+        assert quantized[local].dtype == tensor.dtype
+        assert torch.equal(quantized[local].view(torch.uint8), tensor.view(torch.uint8)), local
     wrong = block.as_weight(weight_format, recipe, expected) - weight
     assert error == pytest.approx(
         float(wrong.double().square().mean()), rel=1e-6

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfq.loading.matching.quantizable_layers import find_blocks, find_linears
+from hfq.loading.matching.quantizable_layers import find_decoder_layers, find_linears
 from hfq.quantization.folding import find_fold, scale_columns, trace
-from hfq.quantization.layer_inputs import capture, run_block
+from hfq.quantization.layer_inputs import capture, run_decoder_layer
 from tests.quantization.test_driver_families import COMMON, GATED, MODELS
 
 NORM, ATTENTION, MLP = "input_layernorm", "self_attn.v_proj", "post_attention_layernorm"
@@ -61,7 +61,7 @@ def test_scales_go_where_they_change_nothing(kind):
     )
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
-    blocks = find_blocks(model)
+    blocks = find_decoder_layers(model)
     (hidden,), calls = capture(model, blocks, [torch.randint(0, 96, (2, 24))])
     name, block = next(iter(blocks.items()))
     linears, call = find_linears(block, name), calls[name][0]
@@ -91,13 +91,13 @@ def test_scales_go_where_they_change_nothing(kind):
         assert all(tensor.dtype == dtype for tensor in changed.values())
         for layer in group:
             scale_columns(linears[layer], given)
-    output = run_block(block, hidden, call)
+    output = run_decoder_layer(block, hidden, call)
     assert (output - seen.output).norm() < 2e-6 * (seen.output - hidden).norm()  # sums of float32
 
 
 def test_a_norm_that_another_module_reads_takes_nothing():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **OTHERS["llama"])).float().eval()
-    blocks = find_blocks(model)
+    blocks = find_decoder_layers(model)
     (hidden,), calls = capture(model, blocks, [torch.randint(0, 96, (2, 24))])
     name, block = next(iter(blocks.items()))
     linears, call = find_linears(block, name, [f"{name}.self_attn.k_proj"]), calls[name][0]

@@ -106,7 +106,7 @@ def test_a_batch_that_meets_its_end_early_leaves_the_others_alone(streamed, resi
 def blocks_read(model) -> int:
     offloader = model.hf_quantizer.loading.offloader
     for index in range(len(offloader.units)):
-        ticket = offloader.regions.ticket_of(index)
+        ticket = offloader.buffers.ticket_of(index)
         if ticket is not None:
             ticket.wait()
     return offloader.source.nbytes_read
@@ -121,7 +121,7 @@ def test_the_blocks_are_read_once_for_each_step_whatever_the_number_of_batches(c
         run_batches(model, batches_of(*range(1, count + 1)))
     sizes = [
         sum(run.lead + run.source.nbytes for run in layout.runs)
-        for layout in model.hf_quantizer.loading.offloader.regions.layouts
+        for layout in model.hf_quantizer.loading.offloader.buffers.layouts
     ]
     once = blocks_read(model) - before
     assert sum(sizes) / 2 <= once <= sum(sizes)  # less by what the ring still holds of the job before
@@ -358,7 +358,7 @@ def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(stre
     release = offloader._release
 
     def interrupted(worker, region):
-        worker._region, worker.waits_for = region, None
+        worker._buffer, worker.waits_for = region, None
         worker._go.release()
         is_inside.wait(20)
         raise KeyboardInterrupt
@@ -383,7 +383,7 @@ def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(stre
 @pytest.mark.parametrize("budget", [0, 20_000, None])
 def test_mixtures_of_experts(tmp_path, budget):
     scheme = moe_models.BY_EXPERT
-    path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path)
+    path = moe_models.write(scheme, moe_models.is_quantized(scheme)).save(tmp_path)
     batches = [{"input_ids": moe_models.IDS[:, :length]} for length in (2, 7, 4)]
     model, plain = (
         load(path, DISK, quantize_activations=False, expert_cache_size=budget),

@@ -43,8 +43,8 @@ def test_a_recording_has_every_part_of_the_model_and_leaves_no_trace(half):
         assert torch.equal(found, expected)
     assert hooks(half) == before
     names = {
-        lane: [span.name for span in timeline.spans if span.lane == lane]
-        for lane in ("pass", "other", "compute")
+        track: [span.name for span in timeline.spans if span.track == track]
+        for track in ("pass", "other", "compute")
     }
     assert names["pass"] == [""]
     assert names["compute"] == timeline.units == ["model.layers.1", "model.layers.3"]
@@ -55,11 +55,11 @@ def test_a_recording_has_every_part_of_the_model_and_leaves_no_trace(half):
         "model.norm",
         "lm_head",
     ]
-    whole = next(span for span in timeline.spans if span.lane == "pass")
+    whole = next(span for span in timeline.spans if span.track == "pass")
     assert all(
         whole.start <= span.start <= span.end <= whole.end
         for span in timeline.spans
-        if span.lane in ("other", "compute")
+        if span.track in ("other", "compute")
     )
 
 
@@ -69,9 +69,9 @@ def test_a_measured_report_is_saved_and_read_again(half, tmp_path):
     found.save(tmp_path / "run.json")
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved == json.loads(json.dumps(found.to_dict()))
-    assert [span["name"] for span in saved["timeline"]["spans"] if span["lane"] == "pass"] == [""]
+    assert [span["name"] for span in saved["timeline"]["spans"] if span["track"] == "pass"] == [""]
     assert sum(module["nbytes"] for module in saved["modules"]) == sum(
-        home["nbytes"] for home in saved["devices"]
+        device["nbytes"] for device in saved["devices"]
     )
     assert [module["module"] for module in saved["modules"]][:2] == [
         "model.embed_tokens",
@@ -87,13 +87,13 @@ def test_a_recording_of_ones_own_is_kept(half):
     with hfq.timeline(half) as timeline, torch.no_grad():
         half.generate(TOKENS, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert hfq.report(half, timeline=timeline).timeline is timeline
-    assert sum(span.lane == "pass" for span in timeline.spans) == 2
+    assert sum(span.track == "pass" for span in timeline.spans) == 2
 
 
 def test_a_model_in_memory_is_recorded_too(load):
     timeline = hfq.report(load({"": "cpu"}), measure=True).timeline
     assert timeline.units == []
-    assert {span.lane for span in timeline.spans} == {"pass", "other"}
+    assert {span.track for span in timeline.spans} == {"pass", "other"}
 
 
 def test_a_recording_is_saved_as_a_trace(half, tmp_path):
@@ -102,7 +102,7 @@ def test_a_recording_is_saved_as_a_trace(half, tmp_path):
     timeline.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     kinds = sorted(event["cat"] for event in events if event["ph"] == "X")
-    assert kinds == sorted(span.lane for span in timeline.spans)
+    assert kinds == sorted(span.track for span in timeline.spans)
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"pass", "wait", "compute"} <= tracks
 
@@ -110,7 +110,7 @@ def test_a_recording_is_saved_as_a_trace(half, tmp_path):
 def test_layer_major_is_recorded(half):
     with hfq.timeline(half) as timeline, torch.no_grad():
         hfq.run_batches(half, [TOKENS, TOKENS], lambda batch: half(batch).logits)
-    assert [span.name for span in timeline.spans if span.lane == "compute"] == timeline.units
+    assert [span.name for span in timeline.spans if span.track == "compute"] == timeline.units
 
 
 def test_a_model_of_another_loader_is_refused():

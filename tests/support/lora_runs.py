@@ -110,6 +110,6 @@ def packed_bytes(model: nn.Module) -> dict[str, bytes]:
         f"{name}.{local}": tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, module in model.named_modules()
         if isinstance(module, QuantizedModule)
-        for local, tensor in module.resting_tensors().items()
+        for local, tensor in module.stored_tensors().items()
         if not tensor.is_meta
     }

@@ -21,7 +21,7 @@ from hfq.formats.gptq import Gptq
 from hfq.formats.mlx.affine import Mlx
 from hfq.formats.modelopt.experts import ModeloptExpert
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.formats.unquantized import Dense
+from hfq.formats.unquantized import Unquantized
 from tests.support import models, tiny_models
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
@@ -160,16 +160,18 @@ def plain_model(model: str, state: dict[str, torch.Tensor] | None = None):
 def pack(scheme: Scheme, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """(the tensors of a packed weight, the weight that they stand for)."""
     tensors = scheme.weight_format.quantize(weight)
-    if isinstance(scheme.weight_format, Dense):
+    if isinstance(scheme.weight_format, Unquantized):
         return tensors, weight
     return tensors, tiny_models.settled(
         scheme.weight_format, tensors, scheme.config, tuple(weight.shape)
     ).dequantize(tensors)
 
 
-def write(scheme: Scheme, is_packed: Callable[[str], bool] = lambda name: name.endswith("_proj")) -> Written:
+def write(
+    scheme: Scheme, is_quantized: Callable[[str], bool] = lambda name: name.endswith("_proj")
+) -> Written:
     """The checkpoint of a random model: all experts, and every other layer for whose name in the model
-    `is_packed` holds.
+    `is_quantized` holds.
     """
     state = {name: tensor.detach().clone() for name, tensor in plain_model(scheme.model).state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -177,7 +179,7 @@ def write(scheme: Scheme, is_packed: Callable[[str], bool] = lambda name: name.e
         module, _, local = name.rpartition(".")
         if module.endswith(".experts"):
             _write_experts(scheme, tensors, state, module, local)
-        elif local == "weight" and tensor.dim() == 2 and is_packed(module):
+        elif local == "weight" and tensor.dim() == 2 and is_quantized(module):
             packed, state[name] = pack(scheme, tensor)
             tensors |= {f"{in_checkpoint(scheme, module)}.{key}": value for key, value in packed.items()}
         else:
@@ -380,7 +382,7 @@ def logits(model, tokens=IDS) -> torch.Tensor:
     return models.logits(model, tokens)
 
 
-def is_packed(scheme: Scheme):
+def is_quantized(scheme: Scheme):
     """Of gpt-oss the experts alone are packed, as in its own checkpoints."""
     return (
         (lambda name: False)

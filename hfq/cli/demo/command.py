@@ -44,9 +44,9 @@ def demo(
     for name, path in paths.items():
         report = inspect_checkpoint(Checkpoint.open(path))
         if not as_json:
-            dialects = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items())
+            variants = ", ".join(f"{count} × {variant}" for variant, count in report["formats"].items())
             print(
-                f"{path}: {dialects}, {report['bits_per_packed_weight']} bits per packed weight, "
+                f"{path}: {variants}, {report['bits_per_quantized_weight']} bits per packed weight, "
                 f"{report['nbytes']:,} bytes"
             )
         rows += [

@@ -61,17 +61,17 @@ def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
         found = f" (found: {error.found})" if error.found is not None else ""
         yield Finding("checkpoint", "error", f"{error.message}{found}", error.fix)
         return
-    dialects = (
-        ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items()) or "not packed"
+    variants = (
+        ", ".join(f"{count} × {variant}" for variant, count in report["formats"].items()) or "not packed"
     )
-    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {dialects}")
+    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {variants}")
     for note in report["odd"]:
         yield Finding("checkpoint", "note", note)
     chosen = Counter((entry["format"], tuple(entry["kernels"].items())) for entry in report["modules"])
-    for (dialect, reasons), count in chosen.items():
+    for (variant, reasons), count in chosen.items():
         used = next(name for name, reason in reasons if reason is None)
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
-        yield Finding("checkpoint", "ok", f"{count} × {dialect} by {used} ({others})")
+        yield Finding("checkpoint", "ok", f"{count} × {variant} by {used} ({others})")
 
 
 def _takes_direct_reads(file: Path) -> bool:

@@ -73,11 +73,11 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     free = available_memory() if profile.is_measured else None
     estimate = estimate_placement(model.sizes, hardware, workload, profile, free)
     device_map = model.device_map(estimate)
-    weights = model.weights_by_home(device_map, estimate.budget.main)
+    weights = model.weights_by_device(device_map, estimate.budget.main)
     limits = {
-        home: nbytes
-        for home, nbytes in estimate.budget.capacities.items()
-        if home in (estimate.budget.main, "cpu")
+        device: nbytes
+        for device, nbytes in estimate.budget.capacities.items()
+        if device in (estimate.budget.main, "cpu")
     }
     prediction = estimate.prediction.to_dict() | {"dominant_term": TERMS[estimate.prediction.dominant]}
     prediction["helps"] = [
@@ -89,7 +89,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     return {
         "devices": _homes(estimate, weights, hardware),
         "moved": {
-            "streamed_per_step_nbytes": estimate.work.streamed,
+            "onloaded_per_step_nbytes": estimate.work.streamed,
             "copied_per_step_nbytes": estimate.work.copied,
             "per_token_nbytes": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,
@@ -109,9 +109,9 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
 def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
     capacities = hardware.capacities()
     found: dict[str, dict[str, int | None]] = {}
-    for home, parts in estimate.devices(weights).items():
+    for device, parts in estimate.devices(weights).items():
         total = sum(parts.values())
-        found[home] = _with_unit({**parts, "total": total, "capacity": capacities.get(home)})
+        found[device] = _with_unit({**parts, "total": total, "capacity": capacities.get(device)})
     return found
 
 
@@ -128,20 +128,22 @@ def _spread(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     sizes = model.sizes
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     activations = activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
-    capacities = {home: nbytes for home, nbytes in hardware.capacities().items() if home.startswith("cuda")}
+    capacities = {
+        device: nbytes for device, nbytes in hardware.capacities().items() if device.startswith("cuda")
+    }
     spread = assign_units(sizes.units, capacities, kv, activations)
     device_map = model.spread_map(spread.devices)
-    weights = model.weights_by_home(device_map, hardware.main)
+    weights = model.weights_by_device(device_map, hardware.main)
     devices = {}
-    for home, capacity in capacities.items():
+    for device, capacity in capacities.items():
         parts = {
-            "weights": weights.get(home, 0),
+            "weights": weights.get(device, 0),
             "buffer": 0,
             "experts": 0,
-            "kv_cache": spread.kv.get(home, 0),
+            "kv_cache": spread.kv.get(device, 0),
         }
         parts |= {"activations": activations}
-        devices[home] = _with_unit(parts | {"total": sum(parts.values()), "capacity": capacity})
+        devices[device] = _with_unit(parts | {"total": sum(parts.values()), "capacity": capacity})
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
     return {
         "devices": devices,

@@ -64,22 +64,22 @@ def _homes(console: Console, homes: dict, limits: dict[str, str | None]) -> None
     from rich.table import Table
 
     table = Table("device", *PARTS.values(), "total", "of")
-    for home, parts in homes.items():
+    for device, parts in homes.items():
         capacity = parts["capacity_nbytes"]
         sizes = [as_size(parts[part]) for part in (*PARTS, "total_nbytes")]
-        limit = limits.get(home) or ("no limit" if capacity is None else as_size(capacity))
-        table.add_row(home, *sizes, limit)
+        limit = limits.get(device) or ("no limit" if capacity is None else as_size(capacity))
+        table.add_row(device, *sizes, limit)
     console.print(table)
 
 
 def _moved(console: Console, moved: dict) -> None:
     cached = (
         ", from the page cache after the first step"
-        if moved["is_cached"] and moved["streamed_per_step_nbytes"]
+        if moved["is_cached"] and moved["onloaded_per_step_nbytes"]
         else ""
     )
     console.print(
-        f"moved for a step: {as_size(moved['streamed_per_step_nbytes'])} from disk{cached}, "
+        f"moved for a step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{cached}, "
         f"{as_size(moved['copied_per_step_nbytes'])} to the accelerator; "
         f"{as_size(moved['per_token_nbytes'])} a token",
         soft_wrap=True,
@@ -113,15 +113,15 @@ def _zero3(console: Console, zero3: dict) -> None:
     from rich.table import Table
 
     devices = list(zero3["per_rank"])
-    table = Table(f"ZeRO-3, {zero3['ranks']} ranks", *(f"{home} per rank" for home in devices))
+    table = Table(f"ZeRO-3, {zero3['num_processes']} ranks", *(f"{device} per rank" for device in devices))
     for name, held in zero3["parts_per_rank"].items():
-        table.add_row(name, *(as_size(held.get(home, 0)) for home in devices))
-    table.add_row("total", *(as_size(zero3["per_rank"][home]) for home in devices))
+        table.add_row(name, *(as_size(held.get(device, 0)) for device in devices))
+    table.add_row("total", *(as_size(zero3["per_rank"][device]) for device in devices))
     console.print(table)
     where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
     rests, gathered = (
         zero3["offload_param"].replace("none", "the devices"),
-        as_size(zero3["gathered_nbytes_a_forward"]),
+        as_size(zero3["gathered_per_forward_nbytes"]),
     )
     console.print(f"{where}shards rest on {rests}; each rank gathers {gathered} a forward", soft_wrap=True)
 

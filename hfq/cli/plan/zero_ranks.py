@@ -97,9 +97,9 @@ def _states(options: PlanOptions, optimizer: str) -> ModelStates:
     with model_headers(options.model, options.revision) as found:
         checkpoint = Checkpoint.open(found.folder)
         states = count_states(
-            checkpoint, options.lora_rank, options.lora_target or [], trains_dense=everything
+            checkpoint, options.lora_rank, options.lora_target or [], trains_unquantized=everything
         )
-    if everything and states.packed:
+    if everything and states.quantized:
         raise SetupError(
             "Packed weights are not trained, so that an optimizer has nothing to do.",
             expected="--lora-rank or --trainable",
@@ -120,15 +120,15 @@ def _setup(
 def _allowed(stage: int, offloads: dict[str, str]) -> dict[str, str]:
     """The offloads that a stage has, for the comparison of stages."""
     least = {"offload_param": 3, "offload_optimizer": 1}
-    return {name: home if stage >= least[name] else "none" for name, home in offloads.items()}
+    return {name: device if stage >= least[name] else "none" for name, device in offloads.items()}
 
 
 def _report(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -> dict:
     from dataclasses import asdict
 
     counted = {
-        "packed_rows": len(states.packed),
-        "packed_nbytes": sum(states.packed),
+        "packed_rows": len(states.quantized),
+        "quantized_nbytes": sum(states.quantized),
         "frozen_parameters": sum(states.frozen),
         "trained_parameters": sum(states.trained),
         "itemsize": states.itemsize,
@@ -144,26 +144,26 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
     from rich.console import Console
     from rich.table import Table
 
-    from hfq.placement.zero.memory import HOMES, OPTIMIZERS
+    from hfq.placement.zero.memory import DEVICES, OPTIMIZERS
 
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{len(states.packed)} packed rows of {as_size(sum(states.packed))}, {sum(states.frozen):,} "
+        f"{len(states.quantized)} packed rows of {as_size(sum(states.quantized))}, {sum(states.frozen):,} "
         "other frozen parameters, "
         f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)",
         soft_wrap=True,
     )
     resting = (
-        f"weights at rest on {_home(setup.offload_param)}, optimizer states on "
-        f"{_home(setup.offload_optimizer)}"
+        f"weights at rest on {_device(setup.offload_param)}, optimizer states on "
+        f"{_device(setup.offload_optimizer)}"
     )
     console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {resting}", soft_wrap=True)
     chosen = next(estimate for estimate in estimates if estimate.setup.stage == setup.stage)
-    table = Table(f"stage {setup.stage}", *(f"{home} per rank" for home in HOMES))
+    table = Table(f"stage {setup.stage}", *(f"{device} per rank" for device in DEVICES))
     for name, devices in chosen.parts.items():
-        table.add_row(name, *(as_size(devices.get(home, 0)) for home in HOMES))
+        table.add_row(name, *(as_size(devices.get(device, 0)) for device in DEVICES))
     console.print(table)
-    stages = Table("stage", *(f"{home} per {who}" for who in ("rank", "node") for home in HOMES))
+    stages = Table("stage", *(f"{device} per {who}" for who in ("rank", "node") for device in DEVICES))
     for estimate in estimates:
         sizes = (*estimate.per_rank().values(), *estimate.per_node().values())
         stages.add_row(f"{estimate.setup.stage}{' ←' if estimate is chosen else ''}", *map(as_size, sizes))
@@ -176,7 +176,7 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
     console.print(f"not counted on each device: activations, buckets, the KV cache{note}", soft_wrap=True)
 
 
-def _home(offload: str) -> str:
+def _device(offload: str) -> str:
     return "the device" if offload == "none" else offload
 
 

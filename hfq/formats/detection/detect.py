@@ -9,12 +9,12 @@ from hfq.formats.base import FORMATS, Format
 from hfq.formats.detection.plugins import load_plugin
 from hfq.formats.detection.unsupported import refuse_unreadable
 from hfq.formats.layouts.fused_experts import split_experts
-from hfq.formats.unquantized import Dense
+from hfq.formats.unquantized import Unquantized
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["NotQuantizedFormatError", "UnquantizedError", "detect_formats", "tensors_by_module"]
 
-_DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
+_FLOAT_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
 _NESTED = ".weight."
 """Some dialects name their tensors below `weight`: `weight.absmax` of bitsandbytes, `weight._data` of
 optimum-quanto.
@@ -79,7 +79,7 @@ def _nothing_to_read(
     names = sorted({local for tensors in modules.values() for local in tensors})
     dtypes = sorted({info.dtype for tensors in modules.values() for info in tensors.values()})
     method = config.get("quant_method")
-    unknown = [name for name in dtypes if name not in _DENSE_DTYPES]
+    unknown = [name for name in dtypes if name not in _FLOAT_DTYPES]
     found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
     if method is None and not unknown:
         return UnquantizedError(
@@ -100,4 +100,4 @@ def _nothing_to_read(
 
 
 def _names() -> str:
-    return " or ".join(name for name, cls in FORMATS.items() if cls is not Dense)
+    return " or ".join(name for name, cls in FORMATS.items() if cls is not Unquantized)

@@ -60,15 +60,15 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
         FormatError: Names the dialect, the first such tensor, and what to do.
     """
     label = config.get("checkpoint_format")
-    for text, dialect in _LABELS:
+    for text, variant in _LABELS:
         if label == text and config.get("quant_method") in (None, "gptq"):
-            raise refused(dialect, "config.json", None, f"checkpoint_format={label!r}")
+            raise refused(variant, "config.json", None, f"checkpoint_format={label!r}")
     for module, tensors in modules.items():
-        for dialect, sign in _SIGNS:
+        for variant, sign in _SIGNS:
             if sign <= tensors.keys():
                 info = tensors[min(sign)]
                 raise refused(
-                    dialect,
+                    variant,
                     info.range.file,
                     info.name,
                     ", ".join(f"{local} {tensors[local]}" for local in sorted(sign)),
@@ -76,22 +76,22 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
         if config.get("quant_method") == "compressed-tensors" and "weight_packed" in tensors:
             found = _CT_LABELS.search(format_of(module, config))
             if found:
-                dialect = next((name for name in REFUSED if found[0] in name), found[0])
+                variant = next((name for name in REFUSED if found[0] in name), found[0])
                 raise refused(
-                    dialect,
+                    variant,
                     tensors["weight_packed"].range.file,
                     tensors["weight_packed"].name,
                     f"format={found[0]!r}",
                 )
 
 
-def refused(dialect: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:
+def refused(variant: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:
     """The error for a checkpoint in one of the dialects of `REFUSED`."""
     return UnsupportedFormatError(
-        f"The checkpoint is in the dialect {dialect}, which hfq does not read; nothing was loaded.",
+        f"The checkpoint is in the dialect {variant}, which hfq does not read; nothing was loaded.",
         file=file,
         tensor=tensor,
         expected="a dialect of docs/formats.md",
         found=found,
-        fix=REFUSED[dialect][1],
+        fix=REFUSED[variant][1],
     )

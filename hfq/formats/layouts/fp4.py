@@ -22,7 +22,7 @@ from hfq.formats.codecs.nibbles import look_up_nibbles
 from hfq.formats.layouts.scaled import Others, other_specs
 from hfq.tensor_spec import TensorSpec
 
-__all__ = ["E2M1", "OTHERS", "PackedFp4", "powers", "store_powers"]
+__all__ = ["E2M1", "OTHERS", "Fp4Format", "powers", "store_powers"]
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
@@ -32,7 +32,7 @@ OTHERS = ("input_scale", "input_global_scale", "output_scale")
 
 
 @dataclass(frozen=True)
-class PackedFp4(Format):
+class Fp4Format(Format):
     """What the packings have in common; each names its tensors.
 
     Attributes:

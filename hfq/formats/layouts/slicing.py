@@ -173,8 +173,8 @@ class PackShards(Format):
         cuts: Cuts
         if part.axis == "out":
             rows = Cut(0, part.start, part.stop)
-            is_packed = not self.is_symmetric and self.zero_dtype == "I32"
-            zero = _words_along(self, part, self.num_bits, dim=0) if is_packed else rows
+            is_quantized = not self.is_symmetric and self.zero_dtype == "I32"
+            zero = _words_along(self, part, self.num_bits, dim=0) if is_quantized else rows
             cuts = {
                 "weight_packed": rows,
                 "weight_zero_point": zero,

@@ -23,7 +23,7 @@ from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.fp8_codes import widen_into
 from hfq.formats.codecs.groups import apply_groups, check_divides
 from hfq.formats.codecs.value_checks import check_finite
-from hfq.formats.layouts.fp4 import PackedFp4, powers, store_powers
+from hfq.formats.layouts.fp4 import Fp4Format, powers, store_powers
 from hfq.formats.mlx.affine import MlxWords, layer_options
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
@@ -33,7 +33,7 @@ _MODES = ("mxfp4", "nvfp4", "mxfp8")
 
 
 @dataclass(frozen=True)
-class MlxFp4(MlxWords, PackedFp4):
+class MlxFp4(MlxWords, Fp4Format):
     """mxfp4 and nvfp4 with the parameters of one module; see the file's docstring.
 
     Attributes:

@@ -11,7 +11,7 @@ model.
 
 `hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, whose codes
 it calls `transposed`; a number without dimensions belongs to every expert. What is left is ModelOpt's linear
-layer of the same dialect, transposed. In its other dialects (MXFP8, MXFP4, W4A8_NVFP4_FP8) outputs share a
+layer of the same dialect, transposed. In its other formats (MXFP8, MXFP4, W4A8_NVFP4_FP8) outputs share a
 scale here, which is not what it calibrates: they are refused.
 
 Source: ModelOpt 0.47, `export/unified_export_hf.py`.
@@ -34,7 +34,7 @@ from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["ModeloptExpert"]
 
-_DIALECTS: dict[str, type[Fp8 | Nvfp4]] = {"F8_E4M3": Fp8, "U8": Nvfp4}
+_VARIANTS: dict[str, type[Fp8 | Nvfp4]] = {"F8_E4M3": Fp8, "U8": Nvfp4}
 """What the codes of an expert are, by their dtype."""
 
 
@@ -63,7 +63,7 @@ class ModeloptExpert(Format):
         codes, scale = tensors.get(TRANSPOSED), tensors.get("weight_scale")
         if (
             codes is None
-            or codes.dtype not in _DIALECTS
+            or codes.dtype not in _VARIANTS
             or len(codes.shape) != 2
             or config.get("quant_method") != "modelopt"
         ):
@@ -80,7 +80,7 @@ class ModeloptExpert(Format):
             )
         infos = {local: dataclasses.replace(info, shape=info.shape[::-1]) for local, info in tensors.items()}
         infos["weight"] = infos.pop(TRANSPOSED)
-        turned = _DIALECTS[codes.dtype].detect(module, infos, config)
+        turned = _VARIANTS[codes.dtype].detect(module, infos, config)
         return None if turned is None else cls(turned)
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:

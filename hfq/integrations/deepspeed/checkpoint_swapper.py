@@ -64,7 +64,7 @@ class CheckpointSwapper:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hfq-swap")
         self._sources: dict[int, ShardSource] = {}
         self._changed: dict[int, torch.Tensor] = {}
-        self._lent: dict[int, torch.Tensor] = {}
+        self._loaned: dict[int, torch.Tensor] = {}
         self._free: dict[int, list[torch.Tensor]] = {}
         self._pending: list[tuple[Any, torch.Tensor, list[Future]]] = []
         self._lock, self._local = threading.Lock(), threading.local()
@@ -89,7 +89,7 @@ class CheckpointSwapper:
 
     def available_swap_in_buffers(self) -> int:
         """How many shards may be read ahead."""
-        return max(0, self.window - len(self._lent))
+        return max(0, self.window - len(self._loaned))
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for a shard that is about to be placed: none, since it stays where it is."""
@@ -129,7 +129,7 @@ class CheckpointSwapper:
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """Lets the memory of shards go, which stay where they rest."""
         for parameter in params:
-            buffer = self._lent.pop(parameter.ds_id, None)
+            buffer = self._loaned.pop(parameter.ds_id, None)
             if buffer is not None:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
             parameter.ds_tensor.data = self._blank(parameter)
@@ -194,8 +194,8 @@ class CheckpointSwapper:
             if free
             else torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         )
-        self._lent[parameter.ds_id] = buffer
-        self.most_nbytes = max(self.most_nbytes, sum(lent.numel() for lent in self._lent.values()))
+        self._loaned[parameter.ds_id] = buffer
+        self.most_nbytes = max(self.most_nbytes, sum(loaned.numel() for loaned in self._loaned.values()))
         return buffer
 
     @staticmethod

@@ -38,14 +38,14 @@ class Shard:
     """One shard to be filled.
 
     Attributes:
-        row: What it is cut from.
+        flat: What it is cut from.
         tensor: This rank's shard.
         stored: The dtype that its bytes are stored as.
         module: The packed module whose row it is, if any.
         settle: Called when it is filled.
     """
 
-    row: FlatParameter
+    flat: FlatParameter
     tensor: torch.Tensor
     stored: torch.dtype
     module: QuantizedModule | None
@@ -74,7 +74,7 @@ class ShardFiller:
         self._loading = loading
         self._rank = rank
         self._world = world
-        self._is_dealt = is_dealt
+        self._is_scattered = is_dealt
         self._device = device
         self._batch: list[tuple[Shard, torch.Tensor]] = []
         self._nbytes, self._checked = 0, 0
@@ -84,9 +84,11 @@ class ShardFiller:
 
     def add(self, shard: Shard) -> None:
         """Fills a shard now or with those that follow."""
-        nbytes = shard.row.shard_nbytes(self._world)
+        nbytes = shard.flat.shard_nbytes(self._world)
         is_direct = (
-            shard.tensor.device.type == "cpu" and shard.tensor.dtype == shard.stored and not self._is_dealt
+            shard.tensor.device.type == "cpu"
+            and shard.tensor.dtype == shard.stored
+            and not self._is_scattered
         )
         memory = shard.tensor.view(torch.uint8) if is_direct else torch.empty(nbytes, dtype=torch.uint8)
         self._batch.append((shard, memory))
@@ -99,13 +101,13 @@ class ShardFiller:
         if self._next_checker() == self._rank and self._error is None:
             _, self._error = attempt(self._check, module, self._read_small(module))
 
-    def read_whole(self, row: FlatParameter, target: torch.Tensor, module: QuantizedModule | None) -> None:
+    def read_whole(self, flat: FlatParameter, target: torch.Tensor, module: QuantizedModule | None) -> None:
         """Fills a whole row on this rank, and checks it, where shards cannot be made."""
         memory = target.view(torch.uint8)
-        reads = tuple(ShardRead(source, offset) for offset, source in row.parts)
+        reads = tuple(ShardRead(source, offset) for offset, source in flat.parts)
         if self._error is None:
             _, self._error = attempt(read_all, self._loading.reader, place_reads(reads, memory), _THREADS)
-            self._count(row, sum(read.source.nbytes for read in reads))
+            self._count(flat, sum(read.source.nbytes for read in reads))
         if module is not None and self._error is None:
             _, self._error = attempt(self._check, module, _views(module, memory))
 
@@ -116,14 +118,14 @@ class ShardFiller:
         batch = self._batch
         self._batch = []
         self._nbytes = 0
-        if self._is_dealt:
+        if self._is_scattered:
             for shard, memory in batch:
-                self._deal(shard, memory)
+                self._scatter(shard, memory)
         elif self._error is None:
             _, self._error = attempt(self._read, batch)
         for shard, memory in batch:
-            if shard.module is not None and not self._is_dealt:
-                self._check_filled(shard.module, shard.row, memory)
+            if shard.module is not None and not self._is_scattered:
+                self._check_filled(shard.module, shard.flat, memory)
             if memory.data_ptr() != shard.tensor.data_ptr():
                 shard.tensor.copy_(memory.view(shard.stored))
             shard.settle()
@@ -138,29 +140,29 @@ class ShardFiller:
         raise_together(self._error)
         for found in exchange(self._formats):
             for name, resolved in found.items():
-                self._loading.packed[name].weight_format = resolved
+                self._loading.quantized[name].weight_format = resolved
 
     def _read(self, batch: list[tuple[Shard, torch.Tensor]]) -> None:
         jobs = []
         for shard, memory in batch:
-            reads = shard.row.reads(self._rank, self._world)
+            reads = shard.flat.reads(self._rank, self._world)
             jobs += place_reads(reads, memory)
-            self._count(shard.row, sum(read.source.nbytes for read in reads))
+            self._count(shard.flat, sum(read.source.nbytes for read in reads))
         read_all(self._loading.reader, jobs, _THREADS)
 
-    def _deal(self, shard: Shard, memory: torch.Tensor) -> None:
+    def _scatter(self, shard: Shard, memory: torch.Tensor) -> None:
         """Rank 0 reads a whole row and sends every rank its shard."""
-        row, size = shard.row, memory.numel()
+        flat, size = shard.flat, memory.numel()
         parts = None
         if self._rank == 0:
             whole = torch.zeros(size * self._world, dtype=torch.uint8)
-            self.read_whole(row, whole, shard.module)
+            self.read_whole(flat, whole, shard.module)
             parts = list(whole.to(self._device).split(size)) if size else [whole] * self._world
         mine = torch.empty(size, dtype=torch.uint8, device=self._device)
         dist.scatter(mine, parts, src=0)
         memory.copy_(mine)
 
-    def _check_filled(self, module: QuantizedModule, row: FlatParameter, memory: torch.Tensor) -> None:
+    def _check_filled(self, module: QuantizedModule, flat: FlatParameter, memory: torch.Tensor) -> None:
         """Checks the small tensors of a row on the rank that has them all, else on one rank in turn."""
         small = {
             local: segment
@@ -169,21 +171,21 @@ class ShardFiller:
         }
         start = min((segment.offset for segment in small.values()), default=0)
         stop = max((segment.offset + segment.nbytes for segment in small.values()), default=0)
-        holders = [rank for rank in range(self._world) if _holds(row.bounds(rank, self._world), start, stop)]
+        holders = [rank for rank in range(self._world) if _holds(flat.bounds(rank, self._world), start, stop)]
         checker = holders[0] if holders else self._next_checker()
         if checker != self._rank or self._error is not None:
             return
         if not holders:
             _, self._error = attempt(self._check, module, self._read_small(module))
             return
-        first = row.bounds(self._rank, self._world)[0]
+        first = flat.bounds(self._rank, self._world)[0]
         cut = memory[start - first : stop - first].clone()  # views need their alignment
         moved = {local: Segment(s.offset - start, s.nbytes, s.dtype, s.shape) for local, s in small.items()}
         _, self._error = attempt(self._check, module, FlatBuffer(cut, moved).tensors())
 
     def _next_checker(self) -> int:
         self._checked += 1
-        return self._checked % self._world if not self._is_dealt else 0
+        return self._checked % self._world if not self._is_scattered else 0
 
     def _read_small(self, module: QuantizedModule) -> dict[str, torch.Tensor]:
         small = {
@@ -194,13 +196,15 @@ class ShardFiller:
 
     def _check(self, module: QuantizedModule, tensors: Mapping[str, torch.Tensor]) -> None:
         resolved = module.weight_format.resolve(module.name, tensors)
-        check_bias(module.name, tensors.get("bias"), self._loading.match.packed[module.name].slot.has_bias)
+        check_bias(
+            module.name, tensors.get("bias"), self._loading.match.quantized[module.name].target.has_bias
+        )
         if resolved != module.weight_format:
             self._formats[module.name] = resolved
 
-    def _count(self, row: FlatParameter, nbytes: int) -> None:
-        self.packed_read += nbytes if row.is_packed else 0
-        self.dense_read += 0 if row.is_packed else nbytes
+    def _count(self, flat: FlatParameter, nbytes: int) -> None:
+        self.packed_read += nbytes if flat.is_quantized else 0
+        self.dense_read += 0 if flat.is_quantized else nbytes
 
 
 def row_segments(module: QuantizedModule) -> dict[str, Segment]:

@@ -61,7 +61,7 @@ class ShardMaker:
         self._loading = loading
         self._zero = zero
         self._plan = plan
-        self._is_dealt = loading.config.reader_ranks == "rank0"
+        self._is_scattered = loading.config.reader_ranks == "rank0"
         self.missing = missing_internals()
         self.pool = ""
         self.swapper: CheckpointSwapper | None = None
@@ -73,19 +73,19 @@ class ShardMaker:
         else:
             self._sharder = Sharder(self._zero, options, self.swapper)
             self.device = self._sharder.device
-        self.filler = ShardFiller(loading, self._plan.rank, self._plan.world, self._is_dealt, self.device)
+        self.filler = ShardFiller(loading, self._plan.rank, self._plan.world, self._is_scattered, self.device)
 
-    def make(self, slots: list[ShardedParameter]) -> None:
+    def make(self, sharded_parameters: list[ShardedParameter]) -> None:
         """Makes and fills every parameter, then partitions those that transformers has loaded.
 
         Raises:
             HfqError: This rank or another could not read, or found impossible values.
         """
-        for slot in slots:
+        for sharded in sharded_parameters:
             if self.missing:
-                self._make_whole(slot)
+                self._make_whole(sharded)
             else:
-                self._make(slot)
+                self._make(sharded)
         self.filler.finish()
         model = self._loading.model
         if self.missing:
@@ -97,7 +97,7 @@ class ShardMaker:
 
     def _options(self) -> dict[str, Any]:
         """The options for DeepSpeed, with a pool of swap buffers where anything is swapped."""
-        if self._zero.home != "nvme":
+        if self._zero.shard_device != "nvme":
             return swap_options(self._zero, None)
         is_in_place = self._loading.config.nvme_source == "checkpoint" and not self.missing
         experts = [module for module in self._loading.model.modules() if isinstance(module, QuantizedExperts)]
@@ -116,35 +116,39 @@ class ShardMaker:
         self.swapper.window = pool.count
         return swap_options(self._zero, None)
 
-    def _make(self, slot: ShardedParameter) -> None:
+    def _make(self, sharded: ShardedParameter) -> None:
         """Makes one parameter, and fills this rank's shard of it or lets it rest where it is stored."""
-        parameter = self._sharder.new_parameter(slot.shape, slot.dtype, slot.requires_grad)
-        is_swapped = self._is_swapped(slot)
+        parameter = self._sharder.new_parameter(sharded.shape, sharded.dtype, sharded.requires_grad)
+        is_swapped = self._is_swapped(sharded)
         tensor = self._sharder.adopt(parameter, is_swapped)
-        _hold(slot, parameter)
+        _hold(sharded, parameter)
         if is_swapped and self.swapper is not None:
             rank, world = self._plan.rank, self._plan.world
-            source = ShardSource(slot.row.reads(rank, world), slot.row.shard_nbytes(world), slot.stored)
+            source = ShardSource(
+                sharded.flat.reads(rank, world), sharded.flat.shard_nbytes(world), sharded.stored
+            )
             self.swapper.place(parameter, source)
-            if slot.module is not None:
-                self.filler.check_unread(slot.module)
+            if sharded.module is not None:
+                self.filler.check_unread(sharded.module)
             return
         self.filler.add(
-            Shard(slot.row, tensor, slot.stored, slot.module, partial(self._sharder.settle, parameter))
+            Shard(
+                sharded.flat, tensor, sharded.stored, sharded.module, partial(self._sharder.settle, parameter)
+            )
         )
         if is_swapped:
             self.filler.flush()  # DeepSpeed's buffer is given back before the next is asked for
 
-    def _is_swapped(self, slot: ShardedParameter) -> bool:
+    def _is_swapped(self, sharded: ShardedParameter) -> bool:
         # what DeepSpeed keeps gathered it gathers again after each step, without swapping it in
         # (stage3.py:2841 of 0.19.8)
-        if self._zero.home != "nvme" or slot.shape.numel() <= self._zero.kept_numel:
+        if self._zero.shard_device != "nvme" or sharded.shape.numel() <= self._zero.kept_numel:
             return False
         if self.swapper is not None:
-            return slot.module is not None or slot.row.shard_nbytes(self._plan.world) > _STAYS_NBYTES
+            return sharded.module is not None or sharded.flat.shard_nbytes(self._plan.world) > _STAYS_NBYTES
         # DeepSpeed's swapper casts the values of every other dtype without a word
-        numel = slot.row.shard_numel(self._plan.world)
-        return slot.dtype == self._zero.dtype and self._sharder.swapper.swappable_tensor(numel=numel)
+        numel = sharded.flat.shard_numel(self._plan.world)
+        return sharded.dtype == self._zero.dtype and self._sharder.swapper.swappable_tensor(numel=numel)
 
     def _partition(self, parameter: nn.Parameter) -> None:
         """Partitions a parameter that every rank has whole: as it is on rank 0."""
@@ -159,17 +163,19 @@ class ShardMaker:
         shard.zero_()
         shard[: own.numel()].copy_(own)
 
-    def _make_whole(self, slot: ShardedParameter) -> None:
+    def _make_whole(self, sharded: ShardedParameter) -> None:
         """Makes one parameter that this rank holds whole, for DeepSpeed to partition."""
-        tensor = torch.empty(slot.row.numel, dtype=slot.stored)
-        self.filler.read_whole(slot.row, tensor, slot.module)
-        parameter = nn.Parameter(tensor.view(slot.shape).to(slot.dtype), requires_grad=slot.requires_grad)
-        _hold(slot, parameter)
+        tensor = torch.empty(sharded.flat.numel, dtype=sharded.stored)
+        self.filler.read_whole(sharded.flat, tensor, sharded.module)
+        parameter = nn.Parameter(
+            tensor.view(sharded.shape).to(sharded.dtype), requires_grad=sharded.requires_grad
+        )
+        _hold(sharded, parameter)
 
     def _refuse_without_internals(self) -> None:
         names = ", ".join(self.missing)
-        mixed = {row.itemsize for row in self._plan.rows} != {self._zero.dtype.itemsize}
-        if self._is_dealt or (self._zero.home == "nvme" and mixed):
+        mixed = {flat.itemsize for flat in self._plan.parameters} != {self._zero.dtype.itemsize}
+        if self._is_scattered or (self._zero.shard_device == "nvme" and mixed):
             raise PlacementError(
                 "This version of DeepSpeed lacks what hfq needs to shard this model exactly; nothing was "
                 "loaded.",
@@ -184,10 +190,12 @@ class ShardMaker:
         )
 
 
-def _hold(slot: ShardedParameter, parameter: nn.Parameter) -> None:
+def _hold(sharded: ShardedParameter, parameter: nn.Parameter) -> None:
     """Puts a parameter into its places."""
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    for owner, local in slot.places:
+    for owner, local in sharded.places:
         owner._parameters[local] = parameter
-    if slot.module is not None:
-        slot.module.hold_shard(parameter, flat_layout(slot.module.infos)[0], partial(is_gathered, parameter))
+    if sharded.module is not None:
+        sharded.module.hold_shard(
+            parameter, flat_layout(sharded.module.infos)[0], partial(is_gathered, parameter)
+        )

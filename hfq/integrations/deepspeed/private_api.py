@@ -82,7 +82,7 @@ class Sharder:
 
     Attributes:
         device: Where parameters are gathered.
-        home: Where shards rest: `device`, `cpu` or `nvme`.
+        shard_device: Where shards rest: `device`, `cpu` or `nvme`.
         swapper: The swapper in use, if any.
     """
 
@@ -91,7 +91,7 @@ class Sharder:
 
         self._init = Init(config_dict_or_path=options, enabled=False, param_swapper=swapper)
         self.device = self._init.local_device
-        self.home = config.home
+        self.shard_device = config.shard_device
         self.swapper = self._init.param_swapper
 
     def new_parameter(
@@ -141,9 +141,13 @@ class Sharder:
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         from deepspeed.accelerator import get_accelerator
 
-        shard = torch.empty(numel, dtype=dtype, device=self.device if self.home == "device" else "cpu")
+        shard = torch.empty(
+            numel, dtype=dtype, device=self.device if self.shard_device == "device" else "cpu"
+        )
         return (
-            get_accelerator().pin_memory(shard) if self._init.pin_memory and self.home != "device" else shard
+            get_accelerator().pin_memory(shard)
+            if self._init.pin_memory and self.shard_device != "device"
+            else shard
         )
 
 
@@ -273,20 +277,20 @@ def patch_deepspeed(_: Any) -> None:
 
     @functools.wraps(original)
     def configure(self: Any, model: nn.Module) -> Any:
-        _check_held(model, self.zero_optimization_partition_weights())
+        _check_storage(model, self.zero_optimization_partition_weights())
         return original(self, model)
 
     DeepSpeedEngine._configure_distributed_model = configure
 
 
-def _check_held(model: nn.Module, is_stage_3: bool) -> None:
+def _check_storage(model: nn.Module, is_stage_3: bool) -> None:
     """Refuses an engine for a model whose packed tensors it would change.
 
     Raises:
         SetupError: Names the first packed module, and how to load it.
     """
     for module in model.modules():
-        if not isinstance(module, QuantizedModule) or module.held_as == "shard":
+        if not isinstance(module, QuantizedModule) or module.storage_kind == "shard":
             continue
         if is_stage_3:
             raise SetupError(
@@ -307,7 +311,7 @@ def _check_held(model: nn.Module, is_stage_3: bool) -> None:
                 found="a model cut by tp_plan",
                 fix="leave tp_plan out",
             )
-        if module.held_as != "row":
+        if module.storage_kind != "flat_buffer":
             raise SetupError(
                 "DeepSpeed would cast packed tensors that lie one by one; no engine was made.",
                 tensor=module.name,

@@ -24,7 +24,7 @@ class ShardedParameter:
     """One parameter to be sharded.
 
     Attributes:
-        row: How it is cut.
+        flat: How it is cut.
         shape: Its shape in the model; that of the flat row for a packed module.
         dtype: Its dtype in the model; the dtype that ZeRO runs in for a packed module.
         stored: The dtype that its bytes are stored as.
@@ -33,7 +33,7 @@ class ShardedParameter:
         places: For a dense parameter: the modules that hold it, under which names; several where it is tied.
     """
 
-    row: FlatParameter
+    flat: FlatParameter
     shape: torch.Size
     dtype: torch.dtype
     stored: torch.dtype
@@ -53,36 +53,36 @@ def find_sharded_parameters(
         sharded: The unquantized parameters that hfq shards, by name, and True for those that may be trained.
         zero_dtype: The dtype that ZeRO runs in.
     """
-    slots: list[ShardedParameter] = []
+    sharded_parameters: list[ShardedParameter] = []
     tied: dict[int, ShardedParameter] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
-            slots.append(_packed_slot(name, module, zero_dtype))
+            sharded_parameters.append(_quantized_parameter(name, module, zero_dtype))
             continue
         for local, parameter in module._parameters.items():
             full = f"{name}.{local}" if name else local
             if parameter is None or full not in sharded:
                 continue
             if id(parameter) not in tied:
-                tied[id(parameter)] = _dense_slot(
+                tied[id(parameter)] = _unquantized_parameter(
                     full, parameter, stored_place(full, model, match), sharded[full]
                 )
-                slots.append(tied[id(parameter)])
+                sharded_parameters.append(tied[id(parameter)])
             tied[id(parameter)].places.append((module, local))
-    return slots
+    return sharded_parameters
 
 
-def _packed_slot(name: str, module: QuantizedModule, dtype: torch.dtype) -> ShardedParameter:
-    row = flat_parameter(f"{name}.flat_buffer", module.infos, flat_layout(module.infos), dtype.itemsize)
-    return ShardedParameter(row, torch.Size([row.numel]), dtype, dtype, module=module)
+def _quantized_parameter(name: str, module: QuantizedModule, dtype: torch.dtype) -> ShardedParameter:
+    flat = flat_parameter(f"{name}.flat_buffer", module.infos, flat_layout(module.infos), dtype.itemsize)
+    return ShardedParameter(flat, torch.Size([flat.numel]), dtype, dtype, module=module)
 
 
-def _dense_slot(
+def _unquantized_parameter(
     name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool
 ) -> ShardedParameter:
     if info is None:
         raise KeyError(name)  # `Zero3Loader.place` shards only what is stored
-    row = FlatParameter(
+    flat = FlatParameter(
         name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ()
     )
-    return ShardedParameter(row, parameter.shape, parameter.dtype, torch_dtype(info.dtype), requires_grad)
+    return ShardedParameter(flat, parameter.shape, parameter.dtype, torch_dtype(info.dtype), requires_grad)

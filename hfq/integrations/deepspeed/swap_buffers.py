@@ -49,7 +49,7 @@ def plan_pool(plan: ZeroPlan, itemsize: int, at_once: int, least_nbytes: int = 0
         at_once: The most rows that one module needs at once, as all experts of a layer.
         least_nbytes: Smaller shards are never swapped.
     """
-    sizes = [row.shard_numel(plan.world) for row in plan.rows]
+    sizes = [flat.shard_numel(plan.world) for flat in plan.parameters]
     swapped = [size for size in sizes if size * itemsize >= least_nbytes]
     count = min(len(swapped), max(at_once, 1) + _AHEAD)
     return Pool(max(count, 1), max(swapped, default=0), itemsize)
@@ -66,7 +66,7 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
     Raises:
         PlacementError: DeepSpeed's swapper has no folder.
     """
-    if zero.home != "nvme":
+    if zero.shard_device != "nvme":
         return zero.options
     if pool is None:
         return zero.with_offload(nvme_path=zero.nvme_path or os.devnull, pin_memory=False)

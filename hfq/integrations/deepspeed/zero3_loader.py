@@ -62,7 +62,11 @@ class Zero3Loader(ModelLoader):
         self.rank, self.world = start_distributed()
         self.sharded: dict[str, bool] = {}
         self._gathered: dict[str, torch.Tensor] | None = None
-        if self.zero.home == "nvme" and config.reader_ranks == "rank0" and config.nvme_source == "checkpoint":
+        if (
+            self.zero.shard_device == "nvme"
+            and config.reader_ranks == "rank0"
+            and config.nvme_source == "checkpoint"
+        ):
             raise SetupError(
                 'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint; '
                 "nothing was loaded.",
@@ -74,7 +78,7 @@ class Zero3Loader(ModelLoader):
 
     def __deepcopy__(self, memo: dict) -> Zero3Loader:
         raise no_copy(
-            f"{len(self.zero_plan.rows)} parameters in shards of ZeRO-3"
+            f"{len(self.zero_plan.parameters)} parameters in shards of ZeRO-3"
         )  # a copy of a parameter would have none
 
     def place(
@@ -91,14 +95,14 @@ class Zero3Loader(ModelLoader):
     def _complete_model(self) -> None:
         """Makes and fills all shards."""
         self._tie()
-        slots = find_sharded_parameters(self.model, self.match, self.sharded, self.zero.dtype)
-        rows = tuple(slot.row for slot in slots)
-        self.zero_plan = ZeroPlan(rows, self.rank, self.world, self.zero.home, self._settings())
+        sharded_parameters = find_sharded_parameters(self.model, self.match, self.sharded, self.zero.dtype)
+        parameters = tuple(sharded.flat for sharded in sharded_parameters)
+        self.zero_plan = ZeroPlan(parameters, self.rank, self.world, self.zero.shard_device, self._settings())
         check_same_plan(meet(self.zero_plan.digests()))
         self.maker = ShardMaker(self, self.zero, self.zero_plan)
-        self.maker.make(slots)
+        self.maker.make(sharded_parameters)
         self._prepare_forwards()
-        self.plan = Plan(tuple(self._entry(slot) for slot in slots))
+        self.plan = Plan(tuple(self._entry(sharded) for sharded in sharded_parameters))
 
     def _log_summary(self) -> None:
         shards = self.describe_shards()
@@ -109,7 +113,7 @@ class Zero3Loader(ModelLoader):
         own.
         """
         for target, source in self.model.all_tied_weights_keys.items():
-            if {target, source} <= self.sharded.keys() and target not in self.match.dense:
+            if {target, source} <= self.sharded.keys() and target not in self.match.unquantized:
                 module, _, local = target.rpartition(".")
                 self.model.get_submodule(module)._parameters[local] = self.model.get_parameter(source)
 
@@ -124,7 +128,7 @@ class Zero3Loader(ModelLoader):
             )
         match, conversions = self.match, self._conversions
         state = stored_state(
-            model, match, self.packed, self.checkpoint, self.reader, conversions, self._gathered
+            model, match, self.quantized, self.checkpoint, self.reader, conversions, self._gathered
         )
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
@@ -153,19 +157,23 @@ class Zero3Loader(ModelLoader):
         plan = self.zero_plan
         maker = self.maker
         filler = self.maker.filler
-        home = f"{self.zero.home} in place" if maker.swapper is not None else self.zero.home
+        shard_device = (
+            f"{self.zero.shard_device} in place" if maker.swapper is not None else self.zero.shard_device
+        )
         return (
-            f"{len(self.packed)} packed modules ({self.describe_formats()}), {plan.packed_nbytes:,} packed "
-            f"bytes; rank {self.rank} of "
-            f"{self.world}: {plan.packed_shard_nbytes:,} of them on {home}, "
-            f"{filler.packed_read + filler.checked_read:,} packed and "
-            f"{filler.dense_read:,} dense bytes read{maker.pool}"
+            f"{len(self.quantized)} quantized modules ({self.describe_formats()}), "
+            f"{plan.quantized_nbytes:,} quantized bytes; rank {self.rank} of {self.world}: "
+            f"{plan.quantized_shard_nbytes:,} of them on {shard_device}, "
+            f"{filler.packed_read + filler.checked_read:,} quantized and "
+            f"{filler.dense_read:,} unquantized bytes read{maker.pool}"
         )
 
-    def _entry(self, slot: ShardedParameter) -> PlanEntry:
-        home = f"{self.zero.home} (shard {self.rank} of {self.world})"
-        nbytes = slot.row.shard_numel(self.world) * slot.dtype.itemsize
-        return PlanEntry(slot.row.name, home, str(self.maker.device), nbytes, slot.module is not None)
+    def _entry(self, sharded: ShardedParameter) -> PlanEntry:
+        shard_device = f"{self.zero.shard_device} (shard {self.rank} of {self.world})"
+        nbytes = sharded.flat.shard_numel(self.world) * sharded.dtype.itemsize
+        return PlanEntry(
+            sharded.flat.name, shard_device, str(self.maker.device), nbytes, sharded.module is not None
+        )
 
     def _is_sharded(self, name: str) -> bool:
         """Whether a name is that of a dense parameter that is stored as it is, or tied to one."""
@@ -173,12 +181,12 @@ class Zero3Loader(ModelLoader):
         group = {name, ties.get(name, name)} | {
             target for target, source in ties.items() if source == ties.get(name, name)
         }
-        is_dense = (
-            name not in self._packed_names
+        is_unquantized = (
+            name not in self._quantized_names
             and not self._is_buffer(name)
             and not group & self.match.merged.keys()
         )
-        return is_dense and stored_place(name, self.model, self.match) is not None
+        return is_unquantized and stored_place(name, self.model, self.match) is not None
 
     def _settings(self) -> dict[str, str]:
         """What all ranks must have the same, beside the rows."""
@@ -209,8 +217,8 @@ class Zero3Loader(ModelLoader):
             if isinstance(module, QuantizedExperts):
                 mark_leaf(module)
         is_under_way = watch_forwards(self.model, self._check_engine)
-        for packed in self.packed.values():
-            packed.fetch = partial(_fetch, packed, is_under_way)
+        for quantized in self.quantized.values():
+            quantized.fetch = partial(_fetch, quantized, is_under_way)
 
     def _check_engine(self) -> None:
         if not hasattr(self.model, "ds_id"):
@@ -235,5 +243,5 @@ def _fetch(module: QuantizedModule, is_under_way: Any) -> Mapping[str, torch.Ten
             "ranks: "
             "with deepspeed.zero.GatheredParameters(list(module.parameters())): …",
         )
-    row = gather(module.flat_buffer)
-    return FlatBuffer(row.view(torch.uint8), flat_layout(module.infos)[0]).tensors()
+    flat = gather(module.flat_buffer)
+    return FlatBuffer(flat.view(torch.uint8), flat_layout(module.infos)[0]).tensors()

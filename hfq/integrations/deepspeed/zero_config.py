@@ -119,13 +119,13 @@ class ZeroConfig:
         options: The sections that concern parameters, with `auto` settled, as `deepspeed.zero.Init` takes
             them.
         dtype: The dtype that ZeRO runs in.
-        home: Where shards rest: `device`, `cpu` or `nvme`.
+        shard_device: Where shards rest: `device`, `cpu` or `nvme`.
         nvme_path: The folder for swapped parameters, if any.
     """
 
     options: dict[str, Any]
     dtype: torch.dtype
-    home: str
+    shard_device: str
     nvme_path: str | None
 
     @property
@@ -174,10 +174,10 @@ def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
             f"config",
         )
     offload = options[_ZERO].get("offload_param") or {}
-    home = str(offload.get("device", "none"))
-    home = "device" if home in ("none", "None") else home
+    shard_device = str(offload.get("device", "none"))
+    shard_device = "device" if shard_device in ("none", "None") else shard_device
     path = offload.get("nvme_path")
-    return ZeroConfig(options, found, home, str(path) if path is not None else None)
+    return ZeroConfig(options, found, shard_device, str(path) if path is not None else None)
 
 
 def _check_options(config: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ def read_source(path: str | os.PathLike, config: PreTrainedConfig | None = None)
     plain = _without_quantization(
         config if config is not None else transformers.AutoConfig.from_pretrained(path)
     )
-    match = match_model(_skeleton(plain), checkpoint, source_config(checkpoint) or {})
+    match = match_model(_meta_model(plain), checkpoint, source_config(checkpoint) or {})
     params = _params(plain)
     head_dim = getattr(plain, "head_dim", None) or plain.hidden_size // plain.num_attention_heads
     return Source(checkpoint, match, params.pop("architecture"), params, plain.dtype, head_dim)
@@ -157,7 +157,7 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     return plain
 
 
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """transformers' model on meta: it knows every layer's size and the names that checkpoints use."""
     names = config.architectures or [None]
     cls = getattr(transformers, str(names[0]), None)

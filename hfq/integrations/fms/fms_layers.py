@@ -17,7 +17,7 @@ from hfq.integrations.fms.fms_config import Source
 from hfq.integrations.fms.row_layout import Layout, Part
 from hfq.kernels.registry import choose_kernel
 from hfq.loading.config import HfqConfig
-from hfq.loading.matching.replace_modules import build_packed
+from hfq.loading.matching.replace_modules import build_quantized
 from hfq.loading.validation import check_bias
 from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors
@@ -67,8 +67,8 @@ class Layers:
 
     def sizes(self, name: str) -> tuple[int, int]:
         """(out, in) of the whole layer that FMS calls by this name."""
-        slots = [self._match.packed[part.name].slot for part in self.layout.layers[name]]
-        return sum(slot.out_features for slot in slots), slots[0].in_features
+        targets = [self._match.quantized[part.name].target for part in self.layout.layers[name]]
+        return sum(target.out_features for target in targets), targets[0].in_features
 
     def fill(
         self, name: str, module: nn.Module, device: torch.device, part: LayerSlice | None = None
@@ -86,9 +86,9 @@ class Layers:
                 nor cut there.
         """
         modules = list(module.values()) if isinstance(module, ConcatLinear) else [module]
-        for held, stored in zip(modules, self.layout.layers[name], strict=True):
+        for shape, stored in zip(modules, self.layout.layers[name], strict=True):
             try:
-                self._fill_part(held, stored, device, part)
+                self._fill_part(shape, stored, device, part)
             except FormatError as error:  # a format knows no names
                 raise FormatError(
                     error.message,
@@ -99,23 +99,23 @@ class Layers:
                 ) from error
 
     def _build_part(self, name: str, part: Part) -> QuantizedModule:
-        found = self._match.packed[part.name]
-        if found.slot.kind not in ("linear", "embedding"):
+        found = self._match.quantized[part.name]
+        if found.target.kind not in ("linear", "embedding"):
             raise FormatError(
                 "hfq does not give this packed tensor to FMS; nothing was loaded.",
                 tensor=part.name,
-                found=found.slot.kind,
+                found=found.target.kind,
                 expected="a linear layer or an embedding",
                 fix="load the checkpoint with transformers",
             )
-        return build_packed(name, found, self._config)
+        return build_quantized(name, found, self._config)
 
     def _fill_part(self, module: Any, stored: Part, device: torch.device, part: LayerSlice | None) -> None:
-        found = self._match.packed[stored.name]
+        found = self._match.quantized[stored.name]
         tensors = self._read(found.infos)
         small = {local: tensor for local, tensor in tensors.items() if local != found.format.codes_name}
         weight_format = found.format.resolve(stored.name, small)
-        check_bias(stored.name, small.get("bias"), found.slot.has_bias)
+        check_bias(stored.name, small.get("bias"), found.target.has_bias)
         if stored.order is not None:
             weight_format, tensors = weight_format.reorder(tensors, stored.order)
         if part is not None:
@@ -124,7 +124,7 @@ class Layers:
             tensors = {local: _cut(tensors[local], cut) for local, cut in cuts.items()}
         module.weight_format = weight_format
         if isinstance(module, QuantizedLinear):
-            out_features, in_features = found.slot.out_features, found.slot.in_features
+            out_features, in_features = found.target.out_features, found.target.in_features
             if part is not None:
                 count = part.stop - part.start
                 out_features, in_features = (
@@ -151,14 +151,14 @@ class Layers:
 
 
 def rank_slice_of(
-    name: str, held: tuple[int, int], whole: tuple[int, int], rank: int, world: int
+    name: str, shape: tuple[int, int], whole: tuple[int, int], rank: int, world: int
 ) -> LayerSlice | None:
     """The slice of a layer that FMS gives a rank: by rank, and the same to several ranks where there are
     fewer slices than ranks.
 
     Args:
         name: The layer's name, for messages.
-        held: (out, in) of the module on this rank.
+        shape: (out, in) of the module on this rank.
         whole: (out, in) of the stored layer.
         rank: The rank.
         world: How many ranks there are.
@@ -166,20 +166,20 @@ def rank_slice_of(
     Raises:
         FormatError: The sizes are not those of one slice of the layer.
     """
-    if held == whole:
+    if shape == whole:
         return None
-    axis = 0 if held[0] != whole[0] else 1
-    count = whole[axis] // held[axis] if held[axis] else 0
-    if held[1 - axis] != whole[1 - axis] or count * held[axis] != whole[axis] or not 1 < count <= world:
+    axis = 0 if shape[0] != whole[0] else 1
+    count = whole[axis] // shape[axis] if shape[axis] else 0
+    if shape[1 - axis] != whole[1 - axis] or count * shape[axis] != whole[axis] or not 1 < count <= world:
         raise FormatError(
             "A packed layer does not fit its place in the FMS model; nothing was loaded.",
             tensor=name,
-            expected=f"[{held[0]}, {held[1]}] on each of {world} ranks",
+            expected=f"[{shape[0]}, {shape[1]}] on each of {world} ranks",
             found=f"[{whole[0]}, {whole[1]}] stored",
             fix="check config.json against the checkpoint, or use another number of ranks",
         )
-    start = rank * count // world * held[axis]
-    return LayerSlice("in" if axis else "out", start, start + held[axis], whole[axis])
+    start = rank * count // world * shape[axis]
+    return LayerSlice("in" if axis else "out", start, start + shape[axis], whole[axis])
 
 
 def _described(module: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:

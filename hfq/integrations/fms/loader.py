@@ -26,7 +26,7 @@ from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
 from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
 from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["dense_tensors", "load_model", "make_meta_model"]
+__all__ = ["unquantized_tensors", "load_model", "make_meta_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +50,18 @@ def load_model(
     layers, problems = Layers(source, layout, config, reader), list[str]()
     for name in layout.layers:
         _place_layer(model, name, layers, device, problems)
-    _place_dense(model, layout.dense, dtype or source.dtype, device, problems)
+    _place_dense(model, layout.unquantized, dtype or source.dtype, device, problems)
     _raise(problems, source)
     model.post_init()
     _check_complete(model, source)
-    packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
-    formats = ", ".join(sorted({module.weight_format.describe() for module in packed}))
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    formats = ", ".join(sorted({module.weight_format.describe() for module in quantized}))
     reordered = sum(part.order is not None for parts in layout.layers.values() for part in parts)
     logger.info(
         "hfq: loaded %s for FMS in %.2f s: %d packed layers (%s), %d of them with their rows in FMS's order",
         path,
         time.perf_counter() - started,
-        len(packed),
+        len(quantized),
         formats or "none",
         reordered,
     )
@@ -80,11 +80,13 @@ def _lay_out(
     """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has
     not said otherwise.
     """
-    dense, first = dense_tensors(source, reader), None
+    unquantized, first = unquantized_tensors(source, reader), None
     for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
         model = make_meta_model(source, dtype, is_fused, strategy, group)
         try:
-            return model, find_layout(source.architecture, model.config, source.match, dense, source.head_dim)
+            return model, find_layout(
+                source.architecture, model.config, source.match, unquantized, source.head_dim
+            )
         except FormatError as error:
             first = first or error
     raise first  # type: ignore[misc]  # there was at least one attempt
@@ -118,14 +120,16 @@ def make_meta_model(
         ) from error
 
 
-def dense_tensors(source: Source, reader: Reader) -> dict[str, torch.Tensor]:
+def unquantized_tensors(source: Source, reader: Reader) -> dict[str, torch.Tensor]:
     """Every stored tensor that is not packed and has a place, by its name on disk; mapped where it is
     aligned.
     """
-    packed = {
-        info.part_of or info.name for found in source.match.packed.values() for info in found.infos.values()
+    quantized = {
+        info.part_of or info.name
+        for found in source.match.quantized.values()
+        for info in found.infos.values()
     }
-    left_out = {*packed, *source.match.unused, *source.match.kept}
+    left_out = {*quantized, *source.match.unused, *source.match.kept}
     return {
         name: map_tensor(reader, info) if is_mappable({name: info}) else read_tensor(reader, info)
         for name, info in source.checkpoint.tensors.items()
@@ -144,31 +148,31 @@ def _place_layer(
         problems.append(f"{name}: packed, and FMS's model has no such layer{nearest(name, names)}")
         return
     rank, world = _ranks(model, name)
-    held = (getattr(replaced, "out_features", None), getattr(replaced, "in_features", None))
+    shape = (getattr(replaced, "out_features", None), getattr(replaced, "in_features", None))
     if isinstance(replaced, nn.Embedding):
-        held = (replaced.num_embeddings, replaced.embedding_dim)
+        shape = (replaced.num_embeddings, replaced.embedding_dim)
     whole = layers.sizes(name)
-    if held[0] is None or held[1] is None or (held != whole and world == 1):
+    if shape[0] is None or shape[1] is None or (shape != whole and world == 1):
         problems.append(
-            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{held[0]}, "
-            f"{held[1]}]"
+            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{shape[0]}, "
+            f"{shape[1]}]"
         )
         return
     module = layers.build(name)
-    layers.fill(name, module, device, rank_slice_of(name, (held[0], held[1]), whole, rank, world))
+    layers.fill(name, module, device, rank_slice_of(name, (shape[0], shape[1]), whole, rank, world))
     module.train(replaced.training)
     setattr(model.get_submodule(parent), local, module)
 
 
 def _place_dense(
     model: nn.Module,
-    dense: Mapping[str, torch.Tensor],
+    unquantized: Mapping[str, torch.Tensor],
     dtype: torch.dtype | None,
     device: torch.device,
     problems: list[str],
 ) -> None:
     owners = dict(model.named_modules(remove_duplicate=False))
-    for name, stored in dense.items():
+    for name, stored in unquantized.items():
         parent, _, local = name.rpartition(".")
         owner = owners.get(parent)
         place = None if owner is None else owner._parameters.get(local, owner._buffers.get(local))
@@ -180,7 +184,7 @@ def _place_dense(
         if tensor is None:
             problems.append(f"{name}: expected {list(place.shape)}, found {list(stored.shape)}")
             continue
-        weight = dense.get(f"{parent}.weight")
+        weight = unquantized.get(f"{parent}.weight")
         is_cut = isinstance(owner, nn.Linear) and weight is not None and weight.shape[-1] != owner.in_features
         if local == "bias" and is_cut and rank > 0:
             tensor = torch.zeros_like(
@@ -202,11 +206,11 @@ def _part_of(stored: torch.Tensor, place: torch.Tensor, rank: int, world: int) -
     cut = [dim for dim in range(stored.dim()) if place.shape[dim] != stored.shape[dim]]
     if not cut:
         return stored
-    held = place.shape[cut[0]]
-    count = stored.shape[cut[0]] // held if held else 0
-    if len(cut) > 1 or count * held != stored.shape[cut[0]] or not 1 < count <= world:
+    local_size = place.shape[cut[0]]
+    count = stored.shape[cut[0]] // local_size if local_size else 0
+    if len(cut) > 1 or count * local_size != stored.shape[cut[0]] or not 1 < count <= world:
         return None
-    return stored.narrow(cut[0], rank * count // world * held, held).contiguous()
+    return stored.narrow(cut[0], rank * count // world * local_size, local_size).contiguous()
 
 
 def _ranks(model: nn.Module, name: str) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from hfq.errors import FormatError, PlacementError, SetupError
 from hfq.integrations.fms.attention import guard_attention
 from hfq.integrations.fms.fms_config import read_source
 from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
-from hfq.integrations.fms.loader import dense_tensors, make_meta_model
+from hfq.integrations.fms.loader import make_meta_model, unquantized_tensors
 from hfq.integrations.fms.row_layout import find_layout, stored_name
 from hfq.loading.config import HfqConfig
 from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
@@ -89,10 +89,10 @@ class Placed:
 
     def fill(self, name: str, device: torch.device, rank: int = 0, world: int = 1) -> None:
         """Gives a layer its bytes, or this rank's slice of them."""
-        module, held = self.modules[name]
-        part = rank_slice_of(name, held, self.layers.sizes(name), rank, world)
+        module, shape = self.modules[name]
+        part = rank_slice_of(name, shape, self.layers.sizes(name), rank, world)
         self.layers.fill(name, module, device, part)
-        module.is_away, module.fetch = False, None  # type: ignore[assignment]
+        module.is_offloaded, module.fetch = False, None  # type: ignore[assignment]
 
     def is_cut(self, name: str) -> bool:
         """Whether ranks hold slices of a layer."""
@@ -127,7 +127,7 @@ class _Unnamed(UninitializedModule):
             module, QuantizedLinear
         ):  # until it is filled it holds nothing, so that FMS has nothing to allocate or to cast
             module.hold({})
-            module.is_away, module.fetch = True, functools.partial(_refuse, name)
+            module.is_offloaded, module.fetch = True, functools.partial(_refuse, name)
         self.placed.modules[name] = module, (self.out_features, self.in_features)
         return module
 
@@ -151,10 +151,10 @@ def _asking(original: Any) -> Any:
         reader = Reader(source.checkpoint)
         plain = make_meta_model(source, None, False, None, None).config
         layout = find_layout(
-            source.architecture, plain, source.match, dense_tensors(source, reader), source.head_dim
+            source.architecture, plain, source.match, unquantized_tensors(source, reader), source.head_dim
         )
         stored = {
-            stored_name(source.match.packed[part.name]): name
+            stored_name(source.match.quantized[part.name]): name
             for name, parts in layout.layers.items()
             for part in parts
         }
@@ -202,7 +202,7 @@ def _adapt(
 
 def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, Any]) -> set[str] | None:
     """Fills this rank's slices of the layers of one attention or MLP; dense ones are cut as FMS cuts them."""
-    dense = {
+    unquantized = {
         short: info for short, info in infos.items() if not isinstance(info.linear_module, QuantizedLinear)
     }
     marks = {key for key in tensors if key.endswith(f".{TYPE}")}
@@ -213,7 +213,7 @@ def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, An
             placed: Placed = tp_module.linear_config[_LAYERS]
             placed.fill(module.name, tensors[mark].device, tp_module.rank, tp_module.world_size)
     others = {key: tensor for key, tensor in tensors.items() if key not in marks}
-    return linear.shard_torch_linear(others, tp_module, dense) if dense else set(others)
+    return linear.shard_torch_linear(others, tp_module, unquantized) if unquantized else set(others)
 
 
 def _refuse(name: str) -> Mapping[str, torch.Tensor]:

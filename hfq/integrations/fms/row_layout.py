@@ -27,7 +27,7 @@ class Part:
     """Rows of an FMS layer that one stored layer gives.
 
     Attributes:
-        name: The stored layer's name in `CheckpointMatch.packed`.
+        name: The stored layer's name in `CheckpointMatch.quantized`.
         order: int64 [out]: which stored row comes where; None where they are in their order.
     """
 
@@ -37,12 +37,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """What FMS calls what: `layers` are packed, by FMS's name of the layer; `dense` the other tensors, by
-    FMS's name.
-    """
+    """Quantized layers and unquantized tensors of a checkpoint, keyed by their names in FMS."""
 
     layers: dict[str, tuple[Part, ...]]
-    dense: dict[str, torch.Tensor]
+    unquantized: dict[str, torch.Tensor]
 
 
 def stored_name(found: QuantizedModuleMatch) -> str:
@@ -55,7 +53,7 @@ def find_layout(
     architecture: str,
     model_config: Any,
     match: CheckpointMatch,
-    dense: Mapping[str, torch.Tensor],
+    unquantized: Mapping[str, torch.Tensor],
     head_dim: int | None,
 ) -> Layout:
     """Runs FMS's adapter for checkpoints of transformers over a model.
@@ -64,16 +62,16 @@ def find_layout(
         architecture: FMS's name of the architecture.
         model_config: FMS's config of the model, whose linear layers are plain.
         match: The packed layers.
-        dense: The other stored tensors by their names on disk.
+        unquantized: The other stored tensors by their names on disk.
         head_dim: The size of an attention head.
 
     Raises:
         FormatError: The adapter does to a packed layer what cannot be done to packed bytes.
     """
-    names, state = list(match.packed), dict(dense)
+    names, state = list(match.quantized), dict(unquantized)
     for index, name in enumerate(names, start=1):
-        found = match.packed[name]
-        numbers = torch.arange(found.slot.out_features) + index * _LAYER
+        found = match.quantized[name]
+        numbers = torch.arange(found.target.out_features) + index * _LAYER
         state[f"{stored_name(found)}.weight"] = numbers[:, None]
     try:
         adapted = serialization.get_adapted(architecture, "hf", state, {"model_config": model_config})
@@ -111,7 +109,7 @@ def _parts(
     found = []
     for owner in owners.unique_consecutive().tolist():
         name, rows = names[owner], numbers[owners == owner] % _LAYER
-        plain = torch.arange(match.packed[name].slot.out_features)
+        plain = torch.arange(match.quantized[name].target.out_features)
         if not torch.equal(rows.sort().values, plain):
             raise _unfit(
                 name, f"{rows.numel()} of {plain.numel()} rows in {key}", "all rows of the stored layer"

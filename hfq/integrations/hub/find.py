@@ -84,10 +84,10 @@ def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Ite
     if cached is not None:
         yield FoundCheckpoint(cached, cached)
         return
-    hollow, commit, fetched = _headers(text, revision)
+    headers_only, commit, fetched = _headers(text, revision)
     with tempfile.TemporaryDirectory(prefix="hfq-") as folder:
-        hollow.write(folder)
-        yield FoundCheckpoint(folder, text, commit, fetched, hollow.nbytes)
+        headers_only.write(folder)
+        yield FoundCheckpoint(folder, text, commit, fetched, headers_only.nbytes)
 
 
 def headers_cache() -> Path:
@@ -129,9 +129,9 @@ def _headers(repo: str, revision: str | None) -> tuple[HeadersOnlyCheckpoint, st
     kept = _kept(repo, model.commit)
     if kept is not None:
         return kept, model.commit, 0
-    hollow = model.fetch()
-    _keep(hollow, repo, model.commit)
-    return hollow, model.commit, model.fetched_nbytes
+    headers_only = model.fetch()
+    _keep(headers_only, repo, model.commit)
+    return headers_only, model.commit, model.fetched_nbytes
 
 
 def _archive(repo: str, commit: str) -> Path:
@@ -146,7 +146,7 @@ def _kept(repo: str, commit: str) -> HeadersOnlyCheckpoint | None:
         return None
 
 
-def _keep(hollow: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
+def _keep(headers_only: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
     archive = _archive(repo, commit)
     try:
         archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def _keep(hollow: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
         )
         try:
             with os.fdopen(descriptor, "wb") as stream:
-                stream.write(hollow.pack())
+                stream.write(headers_only.pack())
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, archive)

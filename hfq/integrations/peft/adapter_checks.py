@@ -30,8 +30,8 @@ def is_fixed(module: nn.Module) -> bool:
     """Whether a module's weight must not be written: it is packed, or rests elsewhere than where it
     computes.
     """
-    is_away = any(isinstance(parameter, OffloadedParameter) for parameter in module._parameters.values())
-    return isinstance(module, QuantizedModule) or is_away or WEIGHT in module._modules
+    is_offloaded = any(isinstance(parameter, OffloadedParameter) for parameter in module._parameters.values())
+    return isinstance(module, QuantizedModule) or is_offloaded or WEIGHT in module._modules
 
 
 def linears_of(model: nn.Module, task_type: Any) -> set[str]:

@@ -34,7 +34,7 @@ __all__ = [
     "keeping_devices",
     "refuse_merge",
     "refuse_replication",
-    "without_homes",
+    "without_devices",
 ]
 
 _OLDEST = "0.21"
@@ -195,7 +195,7 @@ def refuse_merge(original: Callable) -> Callable:
     return check_merge_allowed
 
 
-def without_homes(original: Callable) -> Callable:
+def without_devices(original: Callable) -> Callable:
     """`load_adapter` of a model that does not see `cpu` and `disk` homes: PEFT would hand the model to
     accelerate's hooks.
     """
@@ -249,7 +249,7 @@ def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
     for module in list(model.modules()):
         is_loaded = getattr(vars(module).get("hf_quantizer"), "loading", None) is not None
         devices = vars(module).get("hf_device_map") or {}
-        if is_loaded and any(str(home) in ("cpu", "disk") for home in devices.values()):
+        if is_loaded and any(str(device) in ("cpu", "disk") for device in devices.values()):
             yield module
 
 

@@ -43,7 +43,7 @@ def patch_peft(module: Any) -> None:
     model._check_merge_allowed = lora.refuse_merge(model._check_merge_allowed)
     module.PeftModel.save_pretrained = lora.gathering(module.PeftModel.save_pretrained)
     for owner in (module.PeftModel, PeftAdapterMixin):
-        owner.load_adapter = lora.without_homes(owner.load_adapter)
+        owner.load_adapter = lora.without_devices(owner.load_adapter)
     prepare = _preparing(module.prepare_model_for_kbit_training)
     for owner in (module, module.utils, module.utils.other):
         owner.prepare_model_for_kbit_training = prepare

@@ -10,7 +10,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.layouts.scaled import ScaledCodes
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.kernels.cpp.layer_registry import reads
-from hfq.kernels.cpp.layer_struct import BYTES, E4M3, E5M2, INT8, NONE, SCALES, NativeLayer
+from hfq.kernels.cpp.layer_struct import BYTES, E4M3, E5M2, INT8, NONE, SCALES, CppLayer
 
 __all__ = ["fp8", "mlx_fp8", "scaled"]
 
@@ -22,7 +22,7 @@ def _against_fp8(weight_format: Fp8, in_features: int) -> str | None:
 @reads(Fp8, refuses=_against_fp8)
 def fp8(
     weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     scale = tensors[weight_format.scale_name]
     block_out, block_in, stride = {
         "tensor": (max(out_features, 1), max(in_features, 1), 0),
@@ -33,7 +33,7 @@ def fp8(
             scale.shape[2 if scale.dim() == 4 else -1] if scale.dim() else 1,
         ),
     }[weight_format.strategy]
-    return NativeLayer(
+    return CppLayer(
         codes=tensors["weight"].data_ptr(),
         scales=scale.data_ptr(),
         in_features=in_features,
@@ -63,15 +63,15 @@ def _is_plain(weight_format: ScaledCodes) -> bool:
 @reads(ScaledCodes, refuses=_against_scaled, accepts=_is_plain, takes_subclasses=True)
 def scaled(
     weight_format: ScaledCodes, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
-    """int8, or FP8 under another dialect's names."""
+) -> CppLayer:
+    """int8, or FP8 under another format's names."""
     scale = tensors[weight_format.scale]
     zero = tensors.get(weight_format.zero) if weight_format.zero_dtype else None
     groups = scale.shape[1] if scale.dim() == 2 else 1
     block_out = (
         weight_format.block[0] if weight_format.block else max(out_features, 1) if scale.numel() == 1 else 1
     )
-    return NativeLayer(
+    return CppLayer(
         codes=tensors[weight_format.codes].data_ptr(),
         scales=scale.data_ptr(),
         in_features=in_features,
@@ -93,10 +93,10 @@ def scaled(
 @reads(MlxFp8)
 def mlx_fp8(
     weight_format: MlxFp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     """MLX's mxfp8, whose codes are bytes."""
     scales = tensors["scales"]
-    return NativeLayer(
+    return CppLayer(
         codes=tensors["weight"].data_ptr(),
         row_nbytes=in_features,
         scales=scales.data_ptr(),

@@ -24,7 +24,7 @@ from hfq.errors import CheckpointError
 from hfq.formats import Format
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.kernels.cpp.layer_struct import AWQ, GPTQ, PRODUCT
-from hfq.kernels.cpp.layers import DTYPES, NativeLayer, describe_layer
+from hfq.kernels.cpp.layers import DTYPES, CppLayer, describe_layer
 from hfq.kernels.cpp.library import library
 from hfq.kernels.cpu import panels
 
@@ -44,9 +44,9 @@ def linear(
     """As `reference.linear`, with the weight in float32; `panels.linear` takes over for what the compiled
     part cannot read.
     """
-    native, layer = library(), _layer(activations, tensors, weight_format)
+    compiled, layer = library(), _layer(activations, tensors, weight_format)
     *leading, width = activations.shape
-    if native is None or layer is None or width != layer.sizes[1]:
+    if compiled is None or layer is None or width != layer.sizes[1]:
         return panels.linear(activations, tensors, weight_format)
     count = math.prod(leading)
     dtype = DTYPES[activations.dtype]
@@ -55,9 +55,9 @@ def linear(
     if (
         count > _ALWAYS_FUSED
         and count > _most_fused(activations.dtype)
-        and not native.hfq_is_tiled(layer.here, count, dtype)
+        and not compiled.hfq_is_tiled(layer.here, count, dtype)
     ):
-        fill = _filler(native, layer, tensors, weight_format)
+        fill = _filler(compiled, layer, tensors, weight_format)
         return panels.multiply(activations, tensors, weight_format, fill)
     rows = activations
     if not rows.is_contiguous():
@@ -68,7 +68,7 @@ def linear(
     product = PRODUCT.pack(
         layer.here, rows.data_ptr(), dtype, count, stride, result.data_ptr(), torch.get_num_threads()
     )
-    status = native.hfq_linear(product)
+    status = compiled.hfq_linear(product)
     if status != 0:
         _refuse(status, layer, tensors)
     bias = tensors.get("bias")
@@ -94,8 +94,8 @@ def grouped_linear(
         [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this,
         or sizes do not match.
     """
-    native = library()
-    if native is None or not layers or max(counts) > _most_fused(activations.dtype):
+    compiled = library()
+    if compiled is None or not layers or max(counts) > _most_fused(activations.dtype):
         return None
     described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
     found = [layer for layer in described if layer is not None]
@@ -109,8 +109,8 @@ def grouped_linear(
     out_features = found[0].out_features
     number = len(found)
     result = rows.new_empty(rows.shape[0], out_features)
-    here, sizes = (NativeLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
-    status = native.hfq_grouped(
+    here, sizes = (CppLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
+    status = compiled.hfq_grouped(
         here,
         sizes,
         number,
@@ -134,10 +134,12 @@ def linear_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
     """As `reference.linear_grad`, by panels that the compiled part dequantizes."""
-    native, layer = library(), _layer(grad, tensors, weight_format)
-    if native is None or layer is None:
+    compiled, layer = library(), _layer(grad, tensors, weight_format)
+    if compiled is None or layer is None:
         return panels.linear_grad(grad, tensors, weight_format)
-    return panels.multiply_grad(grad, tensors, weight_format, _filler(native, layer, tensors, weight_format))
+    return panels.multiply_grad(
+        grad, tensors, weight_format, _filler(compiled, layer, tensors, weight_format)
+    )
 
 
 def panel_linear(
@@ -154,10 +156,10 @@ def panel_linear(
     Returns:
         [..., out_features] in the activations' dtype.
     """
-    native, layer = library(), _layer(activations, tensors, weight_format)
-    if native is None or layer is None or panels.scales_sums(weight_format, activations.dtype):
+    compiled, layer = library(), _layer(activations, tensors, weight_format)
+    if compiled is None or layer is None or panels.scales_sums(weight_format, activations.dtype):
         return panels.linear(activations, tensors, weight_format, panel_nbytes)
-    fill = _filler(native, layer, tensors, weight_format)
+    fill = _filler(compiled, layer, tensors, weight_format)
     return panels.multiply(activations, tensors, weight_format, fill, panel_nbytes)
 
 
@@ -168,7 +170,7 @@ def _most_fused(dtype: torch.dtype) -> int:
 
 def _layer(
     values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
-) -> NativeLayer | None:
+) -> CppLayer | None:
     """The layer as the compiled part reads it; None where it cannot, or where there is nothing to
     multiply.
     """
@@ -180,7 +182,7 @@ def _layer(
 
 
 def _filler(
-    native: ctypes.CDLL, layer: NativeLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
+    compiled: ctypes.CDLL, layer: CppLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> panels.Fill:
     """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of
     inputs.
@@ -191,7 +193,7 @@ def _filler(
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
         panel = thread_buffer("panel", dtype, torch.device("cpu"), rows * layer.in_features).view(shape)
         threads = torch.get_num_threads()
-        status = native.hfq_dequantize(layer.here, start, rows, panel.data_ptr(), DTYPES[dtype], threads)
+        status = compiled.hfq_dequantize(layer.here, start, rows, panel.data_ptr(), DTYPES[dtype], threads)
         if status != 0:
             _refuse(status, layer, tensors)
         return panel.t() if is_transposed else panel
@@ -199,7 +201,7 @@ def _filler(
     return fill
 
 
-def _refuse(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor]) -> NoReturn:
+def _refuse(status: int, layer: CppLayer, tensors: Mapping[str, torch.Tensor]) -> NoReturn:
     """Raises for what was not computed: an index that would be followed out of the layer's memory since its
     file changed.
     """

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from hfq.formats import Format
-from hfq.kernels.cpp.layer_struct import NativeLayer
+from hfq.kernels.cpp.layer_struct import CppLayer
 
 __all__ = ["LayerReader", "reader_of", "reads"]
 
-Describe = Callable[[Any, Mapping[str, torch.Tensor], int, int], NativeLayer]
+Describe = Callable[[Any, Mapping[str, torch.Tensor], int, int], CppLayer]
 F = TypeVar("F", bound=Describe)
 
 

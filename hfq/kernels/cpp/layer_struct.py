@@ -27,7 +27,7 @@ __all__ = [
     "QUADS",
     "SCALES",
     "ZERO_READINGS",
-    "NativeLayer",
+    "CppLayer",
 ]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -47,7 +47,7 @@ threads.
 NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED = range(5)
 
 
-class NativeLayer(ctypes.Structure):
+class CppLayer(ctypes.Structure):
     """`Layer` of src/layer.h, field by field."""
 
     _fields_ = (

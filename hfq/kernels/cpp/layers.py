@@ -9,11 +9,11 @@ import torch
 from hfq.formats import Format
 from hfq.kernels.cpp import byte_layers, nibble_layers, word_layers  # noqa: F401  # they register themselves
 from hfq.kernels.cpp.layer_registry import reader_of
-from hfq.kernels.cpp.layer_struct import DTYPES, NativeLayer
+from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
 from hfq.kernels.cpp.word_layers import MOST_GROUPS
 from hfq.kernels.layer_tensors import LayerTensors
 
-__all__ = ["DTYPES", "MOST_GROUPS", "NativeLayer", "describe_layer", "reason_against"]
+__all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reason_against"]
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
@@ -26,7 +26,7 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
     )
 
 
-def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
+def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> CppLayer | None:
     """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part
     cannot read.
 
@@ -45,7 +45,7 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
     return layer
 
 
-def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
+def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> CppLayer | None:
     if _reads_values(weight_format):
         return _describe(weight_format, tensors)
     key = (
@@ -64,7 +64,7 @@ def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> 
     return kept[1]
 
 
-_kept: dict[tuple, tuple[Format, NativeLayer | None]] = {}
+_kept: dict[tuple, tuple[Format, CppLayer | None]] = {}
 _MOST_KEPT = 1 << 12
 
 
@@ -73,13 +73,13 @@ def _reads_values(weight_format: Format) -> bool:
     return reader is not None and reader.reads_values
 
 
-def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
+def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> CppLayer | None:
     out_features, in_features = weight_format.shape(tensors)
     reader = reader_of(weight_format)
     if not out_features or not in_features or reader is None:
         return None
     is_strided = not all(tensor.is_contiguous() for name, tensor in tensors.items() if name != "bias")
-    is_held = all(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
-    if is_strided or not is_held or reader.refuses(weight_format, in_features) is not None:
+    is_in_memory = all(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
+    if is_strided or not is_in_memory or reader.refuses(weight_format, in_features) is not None:
         return None
     return reader.describe(weight_format, tensors, out_features, in_features)

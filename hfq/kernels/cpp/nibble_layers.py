@@ -13,7 +13,7 @@ from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.gpt_oss import GptOssMxfp4
-from hfq.formats.layouts.fp4 import E2M1, PackedFp4
+from hfq.formats.layouts.fp4 import E2M1, Fp4Format
 from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp4
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
@@ -31,7 +31,7 @@ from hfq.kernels.cpp.layer_struct import (
     OUTPUT_WORDS,
     QUADS,
     SCALES,
-    NativeLayer,
+    CppLayer,
 )
 
 __all__ = ["awq_rows", "bnb", "fp4", "mlx_affine", "pack_quantized"]
@@ -59,8 +59,8 @@ _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 @reads(Mxfp4, GptOssMxfp4, MlxFp4)
 @reads(Nvfp4, reads_values=True)
 def fp4(
-    weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+    weight_format: Fp4Format, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> CppLayer:
     """MXFP4, MXINT4, NVFP4, MLX's of both, and the experts of gpt-oss."""
     codes = tensors[weight_format.codes_name]
     scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4 | MlxFp4) else "weight_scale"]
@@ -68,7 +68,7 @@ def fp4(
     shared = float(tensors[weight_format.global_name]) if isinstance(weight_format, Nvfp4) else 1.0
     divides = isinstance(weight_format, Nvfp4) and weight_format.global_name == "weight_global_scale"
     integers, unit, offset = _INTEGERS[weight_format.values]
-    return NativeLayer(
+    return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=in_features // 2,
         scales=scale.data_ptr(),
@@ -98,12 +98,12 @@ def _against_mlx(weight_format: Mlx, in_features: int) -> str | None:
 @reads(Mlx, refuses=_against_mlx)
 def mlx_affine(
     weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     """MLX's affine codes of four bits, to whose products with a scale a float is added."""
     codes = tensors["weight"]
     scales = tensors["scales"]
     biases = tensors[weight_format.biases_name]
-    return NativeLayer(
+    return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=codes.shape[1] * 4,
         scales=scales.data_ptr(),
@@ -136,7 +136,7 @@ def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> s
 @reads(PackQuantized, refuses=_against_pack_quantized, reads_values=True)
 def pack_quantized(
     weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     codes = tensors["weight_packed"]
     scale = tensors["weight_scale"]
     zero = tensors.get("weight_zero_point")
@@ -145,7 +145,7 @@ def pack_quantized(
     is_shared = scale.numel() == 1 and out_features > 1
     row_zeros = NONE if zero is None else OUTPUT_WORDS if weight_format.zero_dtype == "I32" else BYTES
     integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
-    return NativeLayer(
+    return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=codes.shape[1] * 4,
         scales=scale.data_ptr(),
@@ -172,7 +172,7 @@ def pack_quantized(
 
 def awq_rows(
     weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     """gemv, and gemv_fast, whose scales and zero points lie with the outputs side by side."""
     codes = tensors["qweight"]
     scales = tensors["scales"]
@@ -180,7 +180,7 @@ def awq_rows(
     span = in_features if weight_format.group_size == -1 else weight_format.group_size
     is_fast = weight_format.version == "gemv_fast"
     integers, unit, offset = _ASYMMETRIC
-    return NativeLayer(
+    return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=in_features // 2,
         scales=scales.data_ptr(),
@@ -215,13 +215,13 @@ def _against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
 @reads(Bnb4Bit, refuses=_against_bnb)
 def bnb(
     weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     """nf4 and fp4, with plain or double-quantized scales."""
     codes = tensors["weight"]
     scale = tensors["weight.absmax"]
     groups = in_features // weight_format.blocksize
     nested = tensors.get("weight.nested_absmax")
-    return NativeLayer(
+    return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=in_features // 2,
         scales=scale.data_ptr(),

@@ -9,7 +9,7 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp.layer_registry import reads
-from hfq.kernels.cpp.layer_struct import AWQ, GPTQ, SCALES, ZERO_READINGS, NativeLayer
+from hfq.kernels.cpp.layer_struct import AWQ, GPTQ, SCALES, ZERO_READINGS, CppLayer
 from hfq.kernels.cpp.nibble_layers import awq_rows
 
 __all__ = ["MOST_GROUPS", "awq", "gptq"]
@@ -40,10 +40,10 @@ def _against_groups(group_size: int, in_features: int) -> str | None:
 @reads(Gptq, refuses=_against_gptq)
 def gptq(
     weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     scales, zeros = tensors["scales"], tensors["qzeros"]
     index = tensors["g_idx"] if weight_format.act_order else None
-    return NativeLayer(
+    return CppLayer(
         codes=tensors["qweight"].data_ptr(),
         scales=scales.data_ptr(),
         zeros=zeros.data_ptr(),
@@ -65,12 +65,12 @@ def gptq(
 @reads(Awq, refuses=_against_awq)
 def awq(
     weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
+) -> CppLayer:
     """gemm's words; gemv and gemv_fast have rows of nibbles."""
     if weight_format.version != "gemm":
         return awq_rows(weight_format, tensors, out_features, in_features)
     scales, zeros = tensors["scales"], tensors[weight_format.zeros_name]
-    return NativeLayer(
+    return CppLayer(
         codes=tensors["qweight"].data_ptr(),
         scales=scales.data_ptr(),
         zeros=zeros.data_ptr(),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, nearest
-from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
+from hfq.formats import Format, Unquantized, UnquantizedError, detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints, halves_experts
 from hfq.loading.matching.renaming import Names, owner_of
 from hfq.loading.matching.target_modules import (
@@ -35,7 +35,7 @@ __all__ = ["CheckpointMatch", "QuantizedModuleMatch", "match_model"]
 _CACHE_SCALES = re.compile(
     r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$"
 )
-_DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
+_FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass
@@ -48,8 +48,8 @@ class CheckpointMatch:
     as the scales of a quantized KV cache.
     """
 
-    packed: dict[str, QuantizedModuleMatch] = field(default_factory=dict)
-    dense: dict[str, TensorInfo] = field(default_factory=dict)
+    quantized: dict[str, QuantizedModuleMatch] = field(default_factory=dict)
+    unquantized: dict[str, TensorInfo] = field(default_factory=dict)
     merged: dict[str, list[str]] = field(default_factory=dict)
     experts: dict[str, FusedExperts] = field(default_factory=dict)
     halved: set[str] = field(default_factory=set)
@@ -63,13 +63,13 @@ class CheckpointMatch:
 
     def holds(self, name: str) -> bool:
         """Whether a parameter of the skeleton is stored, as it is or packed."""
-        return name in self.dense or self.is_packed(name)
+        return name in self.unquantized or self.is_quantized(name)
 
-    def is_packed(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         """Whether a parameter of the skeleton is stored packed."""
         module, _, local = name.rpartition(".")
-        is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.packed
-        return module in self.packed or module in self.experts or module in self.halved or is_weight
+        is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.quantized
+        return module in self.quantized or module in self.experts or module in self.halved or is_weight
 
 
 def match_model(
@@ -100,7 +100,7 @@ def match_model(
     match = matcher.match
     matcher.find_missing_layers()
     matcher.find_doubles()
-    match.packed |= shared_heads(model, match.packed, match.dense)
+    match.quantized |= shared_heads(model, match.quantized, match.unquantized)
     _check_ties(match, model)
     _find_missing(match, model, matcher.parameters, checkpoint.config.get("architectures"))
     if match.problems:
@@ -146,14 +146,14 @@ class _Matcher:
         found, expert = self._formats.get(module), expert_of(module)
         experts = self._experts.get(self._names.experts(expert[0])) if expert else None
         if expert and experts:
-            self._add_expert(module, experts, expert[1], expert[2], found or Dense(), tensors)
+            self._add_expert(module, experts, expert[1], expert[2], found or Unquantized(), tensors)
         elif half := self._half(module):
             self.match.halved.add(half.name.rpartition(".")[0])
-            self._place(module, half, found or Dense(), tensors)
+            self._place(module, half, found or Unquantized(), tensors)
         elif found:
             self._add_packed(module, found, tensors)
         else:
-            self._add_dense(tensors)
+            self._add_unquantized(tensors)
 
     def find_missing_layers(self) -> None:
         """Every expert of a layer whose experts are stored one by one must have all its projections; what is
@@ -161,25 +161,25 @@ class _Matcher:
         """
         for name in self.match.halved:
             halves = (f"{name}.{local}" for local in HALVES)
-            self.match.problems += [f"{half}: missing" for half in halves if half not in self.match.packed]
-            if name in self.match.packed:
+            self.match.problems += [f"{half}: missing" for half in halves if half not in self.match.quantized]
+            if name in self.match.quantized:
                 self.match.problems.append(f"{name}: unexpected beside its halves")
         for name, experts in self.match.experts.items():
             for expert in range(experts.count):
-                is_fused = f"{name}.{expert}.gate_up_proj" in self.match.packed
+                is_fused = f"{name}.{expert}.gate_up_proj" in self.match.quantized
                 for projection in experts.projections(is_fused):
-                    if f"{name}.{expert}.{projection}" not in self.match.packed:
+                    if f"{name}.{expert}.{projection}" not in self.match.quantized:
                         self.match.problems.append(f"{name}.{expert}.{projection}: missing")
                 for projection in ("gate_proj", "up_proj"):
-                    if is_fused and f"{name}.{expert}.{projection}" in self.match.packed:
+                    if is_fused and f"{name}.{expert}.{projection}" in self.match.quantized:
                         self.match.problems.append(
                             f"{name}.{expert}.{projection}: unexpected beside gate_up_proj"
                         )
 
     def find_doubles(self) -> None:
         """No place may be stored packed and dense."""
-        for name, info in self.match.dense.items():
-            if self.match.is_packed(name):
+        for name, info in self.match.unquantized.items():
+            if self.match.is_quantized(name):
                 self.match.problems.append(
                     f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed"
                 )
@@ -210,7 +210,7 @@ class _Matcher:
             self.match.problems.append(f"{module}: unexpected, {experts.name} has {experts.count} experts")
             return
         self.match.experts[experts.name] = experts
-        self._place(module, experts.slot(expert, projection), found, tensors)
+        self._place(module, experts.target(expert, projection), found, tensors)
 
     def _add_packed(self, module: str, found: Format, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names
@@ -227,8 +227,8 @@ class _Matcher:
         elif target is None:
             match.unused += [info.name for info in tensors.values()]
         else:
-            slot = target_module_of(name, target)
-            if slot is None:
+            target_module = target_module_of(name, target)
+            if target_module is None:
                 kind = type(target).__name__
                 match.problems.append(
                     f"{module}: packed {found.describe()}, but it is a {kind} in the model, which stays dense"
@@ -237,31 +237,37 @@ class _Matcher:
                 own = {
                     local: info
                     for local, info in tensors.items()
-                    if slot.kind == "weight" and f"{name}.{local}" in self.parameters
+                    if target_module.kind == "weight" and f"{name}.{local}" in self.parameters
                 }
                 own.pop("weight", None)
-                self._add_dense(own)
+                self._add_unquantized(own)
                 self._place(
-                    module, slot, found, {local: info for local, info in tensors.items() if local not in own}
+                    module,
+                    target_module,
+                    found,
+                    {local: info for local, info in tensors.items() if local not in own},
                 )
 
     def _place(
-        self, module: str, slot: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]
+        self, module: str, target_module: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]
     ) -> None:
         """Puts a stored module into its slot, and lists what does not fit."""
         match = self.match
-        if slot.name in match.packed:
-            match.problems.append(f"{module}: stored a second time, as {slot.name}")
+        if target_module.name in match.quantized:
+            match.problems.append(f"{module}: stored a second time, as {target_module.name}")
             return
         try:
-            found = found.sized(slot.in_features, slot.out_features)
-            specs = {spec.name: spec for spec in found.tensor_specs(slot.in_features, slot.out_features)}
+            found = found.sized(target_module.in_features, target_module.out_features)
+            specs = {
+                spec.name: spec
+                for spec in found.tensor_specs(target_module.in_features, target_module.out_features)
+            }
         except FormatError as error:
             match.problems.append(f"{module}: {error.message} Expected {error.expected}, found {error.found}")
             return
         for spec in specs.values():
             info = tensors.get(spec.name)
-            if info is None and (not spec.optional or (spec.role == "bias" and slot.has_bias)):
+            if info is None and (not spec.optional or (spec.role == "bias" and target_module.has_bias)):
                 match.problems.append(
                     f"{module}.{spec.name}: missing, expected {spec}{match.hint(spec.name, tensors)}"
                 )
@@ -274,11 +280,11 @@ class _Matcher:
                 match.problems.append(
                     f"{info.name}: unexpected beside a {found.describe()} layer{match.hint(local, specs)}"
                 )
-        match.packed[slot.name] = QuantizedModuleMatch(
-            slot, found, {local: tensors[local] for local in specs if local in tensors}
+        match.quantized[target_module.name] = QuantizedModuleMatch(
+            target_module, found, {local: tensors[local] for local in specs if local in tensors}
         )
 
-    def _add_dense(self, tensors: Mapping[str, TensorInfo]) -> None:
+    def _add_unquantized(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names
         for info in tensors.values():
             name, merged = names.in_model(info.name)
@@ -291,13 +297,15 @@ class _Matcher:
                 if names.is_within(name, self._submodules) and not names.is_ignored(info.name):
                     match.problems.append(f"{info.name}: unexpected{match.hint(name, self.parameters)}")
                 continue
-            if name in match.dense and not merged:
-                match.problems.append(f"{info.name}: stored a second time, beside {match.dense[name].name}")
-            match.dense[name] = info
+            if name in match.unquantized and not merged:
+                match.problems.append(
+                    f"{info.name}: stored a second time, beside {match.unquantized[name].name}"
+                )
+            match.unquantized[name] = info
             if merged:
                 match.merged.setdefault(name, []).append(info.name)
             is_float = place.is_floating_point()
-            if is_float and info.dtype not in _DENSE_DTYPES:
+            if is_float and info.dtype not in _FLOAT_DTYPES:
                 match.problems.append(
                     f"{info.name}: expected a float weight, found {info} that no dialect explains"
                 )
@@ -310,7 +318,7 @@ class _Matcher:
 def _check_ties(match: CheckpointMatch, model: PreTrainedModel) -> None:
     for target, source in model.all_tied_weights_keys.items():
         for name in (target, source):
-            if name.rpartition(".")[0] in match.packed:
+            if name.rpartition(".")[0] in match.quantized:
                 match.problems.append(
                     f"{name}: stored packed, but the config ties {target} to {source} (set "
                     f"tie_word_embeddings to false)"
@@ -330,12 +338,12 @@ def _find_missing(
     groups = [
         {source, *(name for name, other in ties.items() if other == source)} for source in set(ties.values())
     ]
-    tied = {name for group in groups if group & match.dense.keys() for name in group}
+    tied = {name for group in groups if group & match.unquantized.keys() for name in group}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     prefix = f"{model.base_model_prefix}."
     is_other_class = type(model).__name__ not in (architectures or ())
     is_new_head = is_other_class and any(name.startswith(prefix) for name in parameters)
-    stored_parts = {name.partition(".")[0] for name in (*match.dense, *match.packed)}
+    stored_parts = {name.partition(".")[0] for name in (*match.unquantized, *match.quantized)}
     for name, place in parameters.items():
         if match.holds(name) or name in tied:
             continue

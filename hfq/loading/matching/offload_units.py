@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.unit import DenseParameter, OffloadUnit
+from hfq.offload.unit import OffloadUnit, UnquantizedParameter
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["find_offload_units", "stored_place"]
@@ -18,7 +18,7 @@ __all__ = ["find_offload_units", "stored_place"]
 def find_offload_units(
     model: PreTrainedModel,
     match: CheckpointMatch,
-    packed: Mapping[str, QuantizedModule],
+    quantized: Mapping[str, QuantizedModule],
     hidden: Iterable[str],
     devices: Mapping[str, str],
 ) -> list[OffloadUnit]:
@@ -27,52 +27,56 @@ def find_offload_units(
     Args:
         model: The loaded model; the classes in its `_no_split_modules` are blocks.
         match: Where its tensors are stored.
-        packed: The packed modules that move, by name; experts among them are read when they are routed to,
+        quantized: The packed modules that move, by name; experts among them are read when they are routed to,
             and not before.
         hidden: The dense tensors that transformers did not load, by name.
         devices: Where every tensor rests.
     """
-    dense: dict[str, list[DenseParameter]] = {}
+    unquantized: dict[str, list[UnquantizedParameter]] = {}
     for name in sorted(hidden):
         module, _, local = name.rpartition(".")
         owner, info = model.get_submodule(module), stored_place(name, model, match)
         parameter = owner._parameters.get(local)
         if info is not None and parameter is not None:
-            dense.setdefault(module, []).append(DenseParameter(owner, local, info, devices[name]))
-    packed = {name: module for name, module in packed.items() if match.packed[name].slot.kind != "expert"}
-    return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
+            unquantized.setdefault(module, []).append(UnquantizedParameter(owner, local, info, devices[name]))
+    quantized = {
+        name: module for name, module in quantized.items() if match.quantized[name].target.kind != "expert"
+    }
+    return list(_collect("", model, set(model._no_split_modules or ()), quantized, unquantized))
 
 
 def stored_place(name: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
     """Where a parameter is stored: under its own name, or under a name that it is tied to."""
-    if name in match.dense:
-        return match.dense[name]
+    if name in match.unquantized:
+        return match.unquantized[name]
     ties = model.all_tied_weights_keys
     group = {ties.get(name, name)} | {
         target for target, source in ties.items() if source == ties.get(name, name)
     }
-    return next((match.dense[other] for other in sorted(group) if other in match.dense), None)
+    return next((match.unquantized[other] for other in sorted(group) if other in match.unquantized), None)
 
 
 def _collect(
     name: str,
     module: nn.Module,
     whole: set[str],
-    packed: Mapping[str, QuantizedModule],
-    dense: Mapping[str, list[DenseParameter]],
+    quantized: Mapping[str, QuantizedModule],
+    unquantized: Mapping[str, list[UnquantizedParameter]],
 ) -> Iterable[OffloadUnit]:
     children = list(module.named_children())
     takes_weights = isinstance(module, nn.MultiheadAttention)  # of its child, which it never calls
     if type(module).__name__ in whole or not children or takes_weights:
-        linears = tuple(linear for key, linear in packed.items() if _is_within(key, name))
-        slots = tuple(slot for key, slots in dense.items() if _is_within(key, name) for slot in slots)
-        if linears or slots:
-            yield OffloadUnit(name, module, linears, slots)
+        linears = tuple(linear for key, linear in quantized.items() if _is_within(key, name))
+        targets = tuple(
+            target for key, targets in unquantized.items() if _is_within(key, name) for target in targets
+        )
+        if linears or targets:
+            yield OffloadUnit(name, module, linears, targets)
         return
-    if name in dense:
-        yield OffloadUnit(name, module, (), tuple(dense[name]))
+    if name in unquantized:
+        yield OffloadUnit(name, module, (), tuple(unquantized[name]))
     for local, child in children:
-        yield from _collect(f"{name}.{local}" if name else local, child, whole, packed, dense)
+        yield from _collect(f"{name}.{local}" if name else local, child, whole, quantized, unquantized)
 
 
 def _is_within(module: str, unit: str) -> bool:

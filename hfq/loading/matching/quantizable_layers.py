@@ -13,7 +13,7 @@ from hfq.errors import SetupError, nearest
 
 __all__ = [
     "check_unfused",
-    "find_blocks",
+    "find_decoder_layers",
     "find_linears",
     "find_skipped",
     "is_expert",
@@ -45,7 +45,7 @@ def optimum_gptq(module: str) -> ModuleType:
         ) from error
 
 
-def find_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:
+def find_decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The decoder blocks of a model by name, in order.
 
     Raises:

@@ -22,7 +22,7 @@ from hfq.modules.experts import QuantizedExperts, SortedExperts
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["build_packed", "replace_modules"]
+__all__ = ["build_quantized", "replace_modules"]
 
 logger = logging.get_logger("hfq")
 
@@ -41,15 +41,15 @@ def replace_modules(
     Raises:
         SetupError: `quantize_activations=True` asks for a quantization of activations that hfq does not do.
     """
-    packed = {}
-    for name, found in match.packed.items():
-        packed[name] = module = build_packed(name, found, config)
+    quantized = {}
+    for name, found in match.quantized.items():
+        quantized[name] = module = build_quantized(name, found, config)
         parent, local = name.rpartition(".")[0], name.rpartition(".")[2]
-        kept = f"{parent}.weight" if found.slot.kind in ("weight", "half") else f"{name}.weight"
-        module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.slot.kind == "conv1d"
-        if found.slot.kind == "weight":
+        kept = f"{parent}.weight" if found.target.kind in ("weight", "half") else f"{name}.weight"
+        module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.target.kind == "conv1d"
+        if found.target.kind == "weight":
             pack_weight(model.get_submodule(parent), module)
-        elif found.slot.kind not in ("expert", "half"):
+        elif found.target.kind not in ("expert", "half"):
             replaced = model.get_submodule(name)
             module.train(replaced.training)
             if isinstance(module, QuantizedEmbedding):
@@ -58,7 +58,7 @@ def replace_modules(
             _stand_for(replaced, module)
     for name in match.halved:
         owner = model.get_submodule(name.rpartition(".")[0])
-        halves = {local: packed[f"{name}.{local}"] for local in halves_of(owner)}
+        halves = {local: quantized[f"{name}.{local}"] for local in halves_of(owner)}
         replaced = model.get_submodule(name)
         joined = ConcatLinear(halves).train(replaced.training)  # type: ignore[arg-type]
         setattr(owner, name.rpartition(".")[2], joined)
@@ -68,7 +68,7 @@ def replace_modules(
             {
                 local: layer
                 for local in PROJECTIONS
-                if isinstance(layer := packed.get(f"{name}.{expert}.{local}"), QuantizedLinear)
+                if isinstance(layer := quantized.get(f"{name}.{expert}.{local}"), QuantizedLinear)
             }
             for expert in range(experts.count)
         ]
@@ -78,8 +78,8 @@ def replace_modules(
         kind = SortedExperts if experts.is_sorted else QuantizedExperts
         swapped = kind(layers, gate_of(experts), takes_turns).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
-    _tell_of_others(packed, config.kernel)
-    return packed
+    _tell_of_others(quantized, config.kernel)
+    return quantized
 
 
 def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
@@ -90,11 +90,11 @@ def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
     replaced.__dict__["forward"] = module.__call__
 
 
-def _tell_of_others(packed: Mapping[str, QuantizedModule], asked: str) -> None:
+def _tell_of_others(quantized: Mapping[str, QuantizedModule], asked: str) -> None:
     """Says which layers another kernel multiplies than the one that was named."""
     left = {
         name: module
-        for name, module in packed.items()
+        for name, module in quantized.items()
         if isinstance(module, QuantizedLinear) and asked not in (module.kernel.name, module.accelerated.name)
     }
     if asked != "auto" and left:
@@ -111,7 +111,7 @@ def _tell_of_others(packed: Mapping[str, QuantizedModule], asked: str) -> None:
         )
 
 
-def build_packed(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> QuantizedModule:
+def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> QuantizedModule:
     """The module, on meta, that holds one packed layer.
 
     Args:
@@ -122,9 +122,9 @@ def build_packed(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> Q
     Raises:
         SetupError: `quantize_activations=True` asks for a quantization of activations that hfq does not do.
     """
-    slot = found.slot
-    if slot.kind == "embedding":
-        return QuantizedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)
+    target = found.target
+    if target.kind == "embedding":
+        return QuantizedEmbedding(name, target.out_features, target.in_features, found.format, found.infos)
     scheme = _scheme(found.format, config)
     if scheme is not None and scheme.dtype not in READABLE_DTYPES:
         raise SetupError(
@@ -134,11 +134,11 @@ def build_packed(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> Q
             fix="pass HfqConfig(quantize_activations=False): the weights are used exactly, the activations "
             "as they are",
         )
-    layer = found.format, slot.in_features, slot.out_features
+    layer = found.format, target.in_features, target.out_features
     kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
     accelerated = choose_kernel(config.kernel, *layer, "cuda", scheme) if torch.cuda.is_available() else None
     return QuantizedLinear(
-        name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme, accelerated
+        name, target.in_features, target.out_features, found.format, found.infos, kernel, scheme, accelerated
     )
 
 

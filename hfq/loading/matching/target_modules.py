@@ -83,7 +83,7 @@ class TargetModule:
 class QuantizedModuleMatch:
     """One layer that the checkpoint holds packed."""
 
-    slot: TargetModule
+    target: TargetModule
     format: Format
     infos: dict[str, TensorInfo]
 
@@ -118,7 +118,7 @@ class FusedExperts:
     has_gate: bool = True
     is_sorted: bool = False
 
-    def slot(self, expert: int, projection: str) -> TargetModule:
+    def target(self, expert: int, projection: str) -> TargetModule:
         """The place of one projection of one expert."""
         sizes = {
             "gate_up_proj": (self.hidden, 2 * self.intermediate),
@@ -171,7 +171,7 @@ def halves_of(owner: nn.Module) -> tuple[str, ...]:
     return HALVES[::-1] if type(owner).__name__ in _UP_FIRST else HALVES
 
 
-def pack_weight(module: nn.Module, packed: nn.Module) -> None:
+def pack_weight(module: nn.Module, quantized: nn.Module) -> None:
     """Makes a module compute with a packed weight: reading `weight` dequantizes it."""
     cls = type(module)
     own = {
@@ -181,7 +181,7 @@ def pack_weight(module: nn.Module, packed: nn.Module) -> None:
     }
     del module._parameters["weight"]
     module.__class__ = type(cls.__name__, (cls,), own)
-    setattr(module, WEIGHT, packed)
+    setattr(module, WEIGHT, quantized)
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:

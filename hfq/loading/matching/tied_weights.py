@@ -15,7 +15,7 @@ __all__ = ["shared_heads"]
 
 
 def shared_heads(
-    model: PreTrainedModel, packed: Mapping[str, QuantizedModuleMatch], dense: Mapping[str, object]
+    model: PreTrainedModel, quantized: Mapping[str, QuantizedModuleMatch], unquantized: Mapping[str, object]
 ) -> dict[str, QuantizedModuleMatch]:
     """The layers that are not stored, but tied to one that is stored packed, and unties them: no parameter is
     left to share.
@@ -24,9 +24,8 @@ def shared_heads(
 
     Args:
         model: The skeleton, before any module was replaced; forgets these ties.
-        packed: What is stored packed, by name in the model.
-        dense: What is stored as it is, by name in the model; a head among it stays the contradiction that it
-            is.
+        quantized: What is stored packed, by name in the model.
+        unquantized: The unquantized tensors, by name in the model; a head among them stays a conflict.
 
     Returns:
         The layers by name, each of the tensors of the one that it is tied to.
@@ -34,17 +33,18 @@ def shared_heads(
     found = {}
     for pair in list(model.all_tied_weights_keys.items()):
         target, source = (name.removesuffix(".weight") for name in pair)
-        missing, stored = (source, target) if target in packed else (target, source)
-        if stored not in packed or missing in packed or f"{missing}.weight" in dense:
+        missing, stored = (source, target) if target in quantized else (target, source)
+        if stored not in quantized or missing in quantized or f"{missing}.weight" in unquantized:
             continue
-        slot, match = target_module_of(missing, model.get_submodule(missing)), packed[stored]
+        target_module, match = target_module_of(missing, model.get_submodule(missing)), quantized[stored]
         if (
-            slot is None
-            or slot.has_bias
-            or (slot.in_features, slot.out_features) != (match.slot.in_features, match.slot.out_features)
+            target_module is None
+            or target_module.has_bias
+            or (target_module.in_features, target_module.out_features)
+            != (match.target.in_features, match.target.out_features)
         ):
             continue
-        found[missing] = dataclasses.replace(match, slot=slot)
+        found[missing] = dataclasses.replace(match, target=target_module)
         del model.all_tied_weights_keys[pair[0]]
         ties = model._tied_weights_keys or {}
         model._tied_weights_keys = {

@@ -49,10 +49,10 @@ class QuantizingLoader(ModelLoader):
     """A load that packs; see the file's docstring, and `ModelLoader`.
 
     Attributes:
-        packing: What is packed, and how.
+        quantizing: What is packed, and how.
     """
 
-    packing: VirtualCheckpoint
+    quantizing: VirtualCheckpoint
 
     def saved_like_source(
         self, model: nn.Module, folder: Any, is_main_process: bool
@@ -68,22 +68,22 @@ class QuantizingLoader(ModelLoader):
                 found=f"quant_method={config._source.get('quant_method')!r}",
                 fix="leave quantize_weights out to load it, or pass the float checkpoint that it was made of",
             )
-        self.packing = plan_virtual_checkpoint(
+        self.quantizing = plan_virtual_checkpoint(
             self.model, open_files(files), config, load_context().key_mapping
         )
-        return self.packing.checkpoint, self.packing.source
+        return self.quantizing.checkpoint, self.quantizing.source
 
     def _load_rows(self) -> None:
         files = self._pack()
         super()._load_rows()
         mapped = {
             info.range.file
-            for row in self.read_plan.rows
+            for row in self.read_plan.reads
             if row.how == "mapped"
             for info in row.infos.values()
         }
-        for home, file in files.items():
-            if home != "disk" and file.label not in mapped:
+        for device, file in files.items():
+            if device != "disk" and file.label not in mapped:
                 file.empty()
 
     @contextmanager
@@ -95,53 +95,55 @@ class QuantizingLoader(ModelLoader):
             and not getattr(model, "_hf_peft_config_loaded", False)
             and not Path(folder).is_file()
         )
-        if is_whole and isinstance(self.packing.format, Gptq):  # which is what older readers of GPTQ look for
-            text = json.dumps(self.packing.source, indent=2) + "\n"
+        if is_whole and isinstance(
+            self.quantizing.format, Gptq
+        ):  # which is what older readers of GPTQ look for
+            text = json.dumps(self.quantizing.source, indent=2) + "\n"
             Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
 
     def _pack(self) -> dict[str, TemporaryFile]:
         """Packs every layer into the file of its home, one after the other."""
-        started, by_home = time.perf_counter(), self._by_home()
+        started, by_device = time.perf_counter(), self._by_device()
         files: dict[str, TemporaryFile] = {}
-        for home, modules in by_home.items():
+        for device, modules in by_device.items():
             layers = [layer for _, layer in modules]
-            label = _label(home)
-            placed, nbytes = lay_out_layers(layers, self.packing.format, label)
-            files[home] = TemporaryFile(
-                self.reader, label, nbytes, load_context().offload_folder if home == "disk" else None
+            label = _label(device)
+            placed, nbytes = lay_out_layers(layers, self.quantizing.format, label)
+            files[device] = TemporaryFile(
+                self.reader, label, nbytes, load_context().offload_folder if device == "disk" else None
             )
             for module, layer in modules:
                 self._rebind(module, layer, placed)
         with progress_bar(
-            sum(layer.weight.nbytes for layer in self.packing.layers.values()), "packing"
+            sum(layer.weight.nbytes for layer in self.quantizing.layers.values()), "packing"
         ) as progress:
-            for home, modules in by_home.items():
+            for device, modules in by_device.items():
                 for module, layer in modules:
-                    self._pack_layer(module, layer, files[home])
+                    self._quantize_layer(module, layer, files[device])
                     progress(layer.weight.nbytes)
-                files[home].finish()
+                files[device].finish()
         logger.info(
             "hfq: packed %d layers as %s in %.2f s",
-            len(self.packing.layers),
-            self.packing.format.describe(),
+            len(self.quantizing.layers),
+            self.quantizing.format.describe(),
             time.perf_counter() - started,
         )
         return files
 
-    def _by_home(self) -> dict[str, list[tuple[QuantizedModule, FloatLayer]]]:
+    def _by_device(self) -> dict[str, list[tuple[QuantizedModule, FloatLayer]]]:
         """The packed modules of each home with the layers that they are made of, in the order of the
         model.
         """
         made = {}
-        for name, module in self.packed.items():
+        for name, module in self.quantized.items():
             stored = next(iter(module.infos.values())).name.rpartition(".")[0]
-            if stored in self.packing.layers:
+            if stored in self.quantizing.layers:
                 made[stored] = name, module
         found: dict[str, list[tuple[QuantizedModule, FloatLayer]]] = {}
-        for stored, layer in self.packing.layers.items():
+        for stored, layer in self.quantizing.layers.items():
             name, module = made[stored]
-            home = self.devices[f"{name}.{next(iter(module.infos))}"]
-            if home == "disk" and load_context().offload_folder is None:
+            device = self.devices[f"{name}.{next(iter(module.infos))}"]
+            if device == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
                     "A layer that is packed while loading rests on disk, and nothing says in which folder; "
                     "nothing was loaded.",
@@ -151,19 +153,21 @@ class QuantizingLoader(ModelLoader):
                     fix="pass from_pretrained(offload_folder=…): a folder with room for the packed layers, "
                     "on a fast disk",
                 )
-            found.setdefault(home, []).append((module, layer))
+            found.setdefault(device, []).append((module, layer))
         return found
 
     def _rebind(self, module: QuantizedModule, layer: FloatLayer, placed: dict[str, TensorInfo]) -> None:
         """Says where a layer's tensors lie, now that this is settled, to all who ask."""
         own = {local: placed[f"{layer.stored}.{local}"] for local in module.infos}
         module.infos.update(own)
-        self.match.packed[module.name].infos.update(own)
+        self.match.quantized[module.name].infos.update(own)
         self.checkpoint.tensors.update({info.name: info for info in own.values()})
 
-    def _pack_layer(self, module: QuantizedModule, layer: FloatLayer, file: TemporaryFile) -> None:
+    def _quantize_layer(self, module: QuantizedModule, layer: FloatLayer, file: TemporaryFile) -> None:
         weight = read_tensor(self.reader, layer.weight).to(torch.float32)
-        tensors = round_weight(layer.name, weight.t() if layer.is_transposed else weight, self.packing.format)
+        tensors = round_weight(
+            layer.name, weight.t() if layer.is_transposed else weight, self.quantizing.format
+        )
         del weight
         if layer.bias is not None:
             tensors["bias"] = read_tensor(self.reader, layer.bias)
@@ -181,10 +185,10 @@ class QuantizingLoader(ModelLoader):
             file.write(info.range.offset, memoryview(flat.numpy()))  # type: ignore[arg-type]
 
 
-def _label(home: str) -> str:
+def _label(device: str) -> str:
     """What a home's file is called in messages and byte ranges; the folder before it tells on which file
     system it lies.
     """
-    if home == "disk":
+    if device == "disk":
         return f"{Path(load_context().offload_folder or '').absolute()}/(packed while loading)"
-    return f"/dev/shm/(packed while loading, {home})"
+    return f"/dev/shm/(packed while loading, {device})"

@@ -24,7 +24,7 @@ from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.quantizable_layers import (
     check_unfused,
-    find_blocks,
+    find_decoder_layers,
     find_linears,
     find_skipped,
     size_of,
@@ -144,12 +144,12 @@ def _layers(
     model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, patterns: list[str] | None
 ) -> Iterator[FloatLayer]:
     """The linear layers of the blocks, experts that are stored one by one among them."""
-    experts = {name: found for name, found in match.packed.items() if found.slot.kind == "expert"}
+    experts = {name: found for name, found in match.quantized.items() if found.target.kind == "expert"}
     skipped = set(find_skipped(model, patterns, _with_parents(experts)))
-    for block_name, block in find_blocks(model).items():
-        check_unfused(block, block_name, {*skipped, *match.experts})
-        for name, linear in find_linears(block, block_name, skipped).items():
-            weight = match.dense.get(f"{name}.weight")
+    for decoder_layer_name, block in find_decoder_layers(model).items():
+        check_unfused(block, decoder_layer_name, {*skipped, *match.experts})
+        for name, linear in find_linears(block, decoder_layer_name, skipped).items():
+            weight = match.unquantized.get(f"{name}.weight")
             if weight is None or f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
                 raise FormatError(
                     "A layer is stored in a way that cannot be packed; nothing was loaded.",
@@ -161,10 +161,10 @@ def _layers(
             size = size_of(linear)
             yield _layer(name, weight, floats, not isinstance(linear, nn.Linear), size)
         for name, found in experts.items():
-            if name.startswith(f"{block_name}.") and name not in skipped:
-                slot = found.slot
+            if name.startswith(f"{decoder_layer_name}.") and name not in skipped:
+                target = found.target
                 yield _layer(
-                    name, found.infos["weight"], floats, False, (slot.out_features, slot.in_features)
+                    name, found.infos["weight"], floats, False, (target.out_features, target.in_features)
                 )
 
 
@@ -189,7 +189,7 @@ def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, 
     """The stored names of linear layers that stay floats."""
     names = {
         *find_linears(model, ""),
-        *(name for name, found in match.packed.items() if found.slot.kind == "expert"),
+        *(name for name, found in match.quantized.items() if found.target.kind == "expert"),
     }
     names -= {layer.name for layer in layers.values()}
     return sorted(_stored_module(name, match) for name in names)
@@ -197,5 +197,9 @@ def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, 
 
 def _stored_module(name: str, match: CheckpointMatch) -> str:
     """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
-    info = match.packed[name].infos["weight"] if name in match.packed else match.dense.get(f"{name}.weight")
+    info = (
+        match.quantized[name].infos["weight"]
+        if name in match.quantized
+        else match.unquantized.get(f"{name}.weight")
+    )
     return info.name.removesuffix(".weight") if info is not None else name

@@ -36,7 +36,7 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.placement.tensor_parallel import TensorPart
 from hfq.placement.zero.shards import check_same_plan
-from hfq.tensor_spec import Cut, LayerSlice, row_layout
+from hfq.tensor_spec import Cut, LayerSlice, segment_layout
 
 __all__ = ["SlicedLoader"]
 
@@ -88,12 +88,12 @@ class SlicedLoader(ModelLoader):
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             for work in (self._cut, self._read):
                 _, error = attempt(
-                    lambda work=work: [work(name, module) for name, module in self.packed.items()]
+                    lambda work=work: [work(name, module) for name, module in self.quantized.items()]
                 )
                 raise_together(error)
         self._index.clear()
         self._check_settled()
-        self.devices = dict.fromkeys([*self._packed_names, *self._tensor_names()], self.main)
+        self.devices = dict.fromkeys([*self._quantized_names, *self._tensor_names()], self.main)
         read = self.reader.counters.bytes_read - before
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
         self._edit_rules()
@@ -111,7 +111,7 @@ class SlicedLoader(ModelLoader):
         self.model._tp_plan = self._rules
         self.plan = Plan(tuple(self._entries()))
         super().finish()
-        whole = sum(info.nbytes for module in self.packed.values() for info in module.infos.values())
+        whole = sum(info.nbytes for module in self.quantized.values() for info in module.infos.values())
         logger.info(
             "hfq: rank %d of %d holds %s of %s packed bytes",
             self.rank,
@@ -127,12 +127,12 @@ class SlicedLoader(ModelLoader):
         state = {
             name: _gathered(tensor)
             for name, tensor in model.state_dict().items()
-            if name not in self._packed_names
+            if name not in self._quantized_names
         }
-        for name in self._packed_names:
+        for name in self._quantized_names:
             state[name] = torch.empty(0, device="meta")  # written from the checkpoint
         stored = stored_state(
-            model, self.match, self.packed, self.checkpoint, self.reader, self._conversions, state
+            model, self.match, self.quantized, self.checkpoint, self.reader, self._conversions, state
         )
         return stored, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
@@ -146,13 +146,13 @@ class SlicedLoader(ModelLoader):
         """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along
         the input needs is read.
         """
-        slot = self.match.packed[name].slot
+        target = self.match.quantized[name].target
         part = self.slices.get(name)
         infos = module.infos
         cuts: Mapping[str, Cut | None] = dict.fromkeys(infos)
         if part is not None:
             specs = (
-                module.weight_format.tensor_specs(slot.in_features, slot.out_features)
+                module.weight_format.tensor_specs(target.in_features, target.out_features)
                 if part.axis == "in"
                 else ()
             )
@@ -174,20 +174,22 @@ class SlicedLoader(ModelLoader):
         """Reads this rank's part of one row, checks its values, and gives it to the module."""
         found = module.weight_format
         part = self.slices.get(name)
-        slot = self.match.packed[name].slot
+        target = self.match.quantized[name].target
         row = self._fill(self.parts[name], self._index.get(name, {}))
         small = {local: tensor for local, tensor in row.tensors().items() if local != found.codes_name}
         module.weight_format = found.resolve(name, small)
-        check_bias(name, small.get("bias"), slot.has_bias)
+        check_bias(name, small.get("bias"), target.has_bias)
         module.hold_buffer(FlatBuffer(row.buffer.to(self.main), row.segments))
         self._settled[name] = _changes(found, module.weight_format)
         if part is not None and isinstance(module, QuantizedLinear):
-            module.local_in_features = part.stop - part.start if part.axis == "in" else slot.in_features
+            module.local_in_features = part.stop - part.start if part.axis == "in" else target.in_features
             # what transformers' hooks ask for
             module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
 
     def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> FlatBuffer:
-        segments, nbytes = row_layout((local, part.info.dtype, part.shape) for local, part in parts.items())
+        segments, nbytes = segment_layout(
+            (local, part.info.dtype, part.shape) for local, part in parts.items()
+        )
         with torch.inference_mode(False):
             row = FlatBuffer(torch.empty(nbytes, dtype=torch.uint8), segments)
         # numpy arrays have the buffer protocol
@@ -233,7 +235,7 @@ class SlicedLoader(ModelLoader):
                     rules.pop(f"{experts}.{local}", None)
         rules |= {
             f"{generic(name)}.flat_buffer": "replicate"
-            for name in self.packed
+            for name in self.quantized
             if generic(name) in {**rules, **kept}
         }
         self.model._tp_plan = rules
@@ -245,7 +247,7 @@ class SlicedLoader(ModelLoader):
         )
         options = {key: value for key, value in self.config._options().items() if key != "_source"}
         cuts = [(name, part.axis, part.size) for name, part in self.slices.items()]
-        formats = [(name, repr(module.weight_format)) for name, module in self.packed.items()]
+        formats = [(name, repr(module.weight_format)) for name, module in self.quantized.items()]
         found = {
             "files": files,
             "HfqConfig": sorted(options.items(), key=str),

@@ -208,17 +208,17 @@ def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSli
     model, found = loading.model, {}
     plan = {**model.tp_plan, **passed_rules(model)}
     _check_rules(plan, loading)
-    for name, module in loading.packed.items():
-        slot = loading.match.packed[name].slot
+    for name, module in loading.quantized.items():
+        target = loading.match.quantized[name].target
         axis = (
             _expert_axis(name, plan, loading.match)
-            if slot.kind == "expert"
-            else _axis(name, module, plan, slot.kind)
+            if target.kind == "expert"
+            else _axis(name, module, plan, target.kind)
         )
         if axis is None:
             continue
         _check_heads(name, plan.get(generic(name)), model.config.get_text_config(decoder=True), world)
-        size = slot.out_features if axis == "out" else slot.in_features
+        size = target.out_features if axis == "out" else target.in_features
         part = rank_slice(axis, size, rank, world)
         if part is None or rank_slice(axis, size, world - 1, world) is None:  # on all ranks alike
             raise _uncuttable(name, f"{size} {axis}put features", f"at least one for each of {world} ranks")
@@ -234,8 +234,8 @@ def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | N
     if style is None or style in _WHOLE:
         return None
     if style not in _AXES or isinstance(module, QuantizedEmbedding) or owner != name:
-        packed = {"weight": "weight alone", "half": "half of it"}.get(kind, type(module).__name__)
-        what = f"tp_plan's {style!r} for a packed {packed}"
+        quantized = {"weight": "weight alone", "half": "half of it"}.get(kind, type(module).__name__)
+        what = f"tp_plan's {style!r} for a packed {quantized}"
         raise _uncuttable(
             owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}"
         )
@@ -264,7 +264,7 @@ def _expert_axis(name: str, plan: Mapping[str, str], match: CheckpointMatch) -> 
 
 
 def _check_rules(plan: Mapping[str, str], loading: LoadState) -> None:
-    for name in loading.packed:
+    for name in loading.quantized:
         for local in ("weight", "bias"):
             if f"{generic(name)}.{local}" in plan:
                 raise _uncuttable(name, f"a rule for its {local}", "a rule for the layer")

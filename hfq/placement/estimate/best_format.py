@@ -23,12 +23,12 @@ class Shapes:
     """A model's weights, whatever they are stored as.
 
     Attributes:
-        packed: (out_features, in_features) of each layer that is packed or could be.
+        quantized: (out_features, in_features) of each layer that is packed or could be.
         other_nbytes: The bytes of everything else, as it is loaded.
         bits: The bits of a weight in this checkpoint; 16 or 32 where it is not packed.
     """
 
-    packed: Sequence[tuple[int, int]]
+    quantized: Sequence[tuple[int, int]]
     other_nbytes: int
     bits: float
 
@@ -61,7 +61,9 @@ def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget:
     adding += activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
     rungs = []
     for name, weight_format in LADDER.items():
-        weights = shapes.other_nbytes + sum(_layer_nbytes(weight_format, *shape) for shape in shapes.packed)
+        weights = shapes.other_nbytes + sum(
+            _layer_nbytes(weight_format, *shape) for shape in shapes.quantized
+        )
         total = weights + adding
         rungs.append(
             {"name": name, "weights_nbytes": weights, "total_nbytes": total, "fits": total <= budget}

@@ -115,7 +115,7 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
                 "tokens_per_second": rate,
                 "cost_of_a_million_tokens": machine.cost / 3600 / rate * 1e6,
                 "dominant": TERMS[found.prediction.dominant],
-                "devices": dict(found.budget.resting),
+                "devices": dict(found.budget.stored_nbytes),
             }
         )
     ranked.sort(key=lambda entry: (entry["cost_of_a_million_tokens"], entry["name"]))

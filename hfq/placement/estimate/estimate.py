@@ -71,7 +71,7 @@ class Estimate:
         hardware: The machine.
         workload: What the model does there.
         budget: The home of every unit; its capacities are what is left beside the cache and the activations.
-        ring: The bytes of the ring, read-ahead included, on each device that has one.
+        buffer: The bytes of the ring, read-ahead included, on each device that has one.
         kv: The bytes of the KV cache.
         activations: The bytes of activations.
         work: What a step does.
@@ -81,26 +81,26 @@ class Estimate:
     hardware: Hardware
     workload: Workload
     budget: Budget
-    ring: Mapping[str, int]
+    buffer: Mapping[str, int]
     kv: int
     activations: int
     work: Work
     prediction: Prediction
 
-    def devices(self, resting: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
-        """{home: {part: bytes}}: `weights`, `ring`, `experts` (their cache), `kv_cache`, `activations`.
+    def devices(self, stored_nbytes: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
+        """{home: {part: bytes}}: `weights`, `buffer`, `experts` (their cache), `kv_cache`, `activations`.
 
         Args:
-            resting: The bytes of weights in each home, as the loader's own plan has them; None for the
+            stored_nbytes: The bytes of weights in each home, as the loader's own plan has them; None for the
                 budget's.
         """
         budget, found = self.budget, {}
-        weights = budget.resting if resting is None else resting
-        for home in dict.fromkeys((budget.main, *weights, *self.ring)):
-            is_main = home == budget.main
-            found[home] = {
-                "weights": weights.get(home, 0),
-                "buffer": self.ring.get(home, 0),
+        weights = budget.stored_nbytes if stored_nbytes is None else stored_nbytes
+        for device in dict.fromkeys((budget.main, *weights, *self.buffer)):
+            is_main = device == budget.main
+            found[device] = {
+                "weights": weights.get(device, 0),
+                "buffer": self.buffer.get(device, 0),
                 "experts": budget.expert_cache_nbytes if is_main else 0,
                 "kv_cache": self.kv if is_main else 0,
                 "activations": self.activations if is_main else 0,
@@ -138,18 +138,18 @@ def estimate_placement(
         budget = plan_devices(sizes.units, capacities, main, expert_cache_nbytes)
     except PlacementError as error:
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
-    rings = _rings(sizes.units, budget)
-    work = _work(sizes, budget, hardware, workload, (kv, rings.get(budget.main, 0)), free_memory)
-    return Estimate(hardware, workload, budget, rings, kv, activations, work, predict(work, profile))
+    buffers = _buffers(sizes.units, budget)
+    work = _work(sizes, budget, hardware, workload, (kv, buffers.get(budget.main, 0)), free_memory)
+    return Estimate(hardware, workload, budget, buffers, kv, activations, work, predict(work, profile))
 
 
-def _rings(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
+def _buffers(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
     streamed = [
-        unit.streamed_nbytes
+        unit.unit_onloaded_nbytes
         for unit in units
         if unit.is_offloaded and budget.devices[unit.name] != budget.main
     ]
-    return {home: buffer_nbytes(streamed, budget.read_ahead_nbytes()) for home in budget.rings}
+    return {device: buffer_nbytes(streamed, budget.read_ahead_nbytes()) for device in budget.buffers}
 
 
 def list_stages(
@@ -169,7 +169,7 @@ def list_stages(
     return tuple(
         (
             int(unit.nbytes * shares.get(unit.kind, 1.0)),
-            unit.streamed_nbytes if unit.is_offloaded and devices[unit.name] != main else 0,
+            unit.unit_onloaded_nbytes if unit.is_offloaded and devices[unit.name] != main else 0,
         )
         for unit in computing
     )
@@ -183,12 +183,12 @@ def _work(
     held: tuple[int, int],
     free_memory: int | None,
 ) -> Work:
-    kv, ring = held
-    away = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
-    on_disk = [unit for unit in away if budget.devices[unit.name] == "disk"]
-    streamed, copied = (_moved(units, sizes.routed, workload.batch) for units in (on_disk, away))
+    kv, buffer = held
+    offloaded = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
+    on_disk = [unit for unit in offloaded if budget.devices[unit.name] == "disk"]
+    streamed, copied = (_moved(units, sizes.routed, workload.batch) for units in (on_disk, offloaded))
     free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
-    resting = sum(nbytes for home, nbytes in budget.resting.items() if home != "disk")
+    stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
     is_on_cpu = budget.main == "cpu"
     return Work(
         sizes.weights,
@@ -197,18 +197,18 @@ def _work(
         kv,
         workload.batch,
         sizes.layers,
-        resting,
+        stored_nbytes,
         is_cached=streamed <= free * _SHARE_OF_MEMORY,
         is_on_cpu=is_on_cpu,
         calls=sizes.calls,
         stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed),
-        ring=ring,
+        buffer=buffer,
     )
 
 
 def _moved(units: Sequence[Unit], routed: float, batch: int) -> int:
     """What a step moves of these units: blocks whole, of experts those that are routed to."""
-    whole = sum(unit.streamed_nbytes for unit in units if unit.is_offloaded)
+    whole = sum(unit.unit_onloaded_nbytes for unit in units if unit.is_offloaded)
     experts = sum(unit.nbytes for unit in units if unit.kind == "experts")
     return whole + int(experts * min(1.0, routed * batch))
 

@@ -43,7 +43,7 @@ FREE = SideBySide()
 """Neither slows the other down."""
 
 
-def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBySide) -> float:
+def pass_seconds(stages: Sequence[Stage], buffer: int, rate: float, beside: SideBySide) -> float:
     """The seconds of a pass, in the steady state in which the end of a pass reads ahead for the next one.
 
     A stage computes once its bytes are there; its place in the ring is given away when it is done. What the
@@ -52,12 +52,12 @@ def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBy
 
     Args:
         stages: The stages in their order.
-        ring: The bytes that may be held of stages that are read, that which computes among them.
+        buffer: The bytes that may be held of stages that are read, that which computes among them.
         rate: Bytes per second of reading alone.
         beside: What is left of both while they go on together.
     """
     streamed = sum(stage.nbytes for stage in stages)
-    if streamed <= ring:  # what a region holds stays: nothing is read again
+    if streamed <= buffer:  # what a region holds stays: nothing is read again
         return sum(stage.seconds for stage in stages)
     now = began = read = 0.0
     needed = freed = 0
@@ -68,7 +68,7 @@ def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBy
             waiting = max(needed - read, 0)
             now, read = now + waiting / rate, read + waiting
             together = min(
-                stage.seconds / beside.computing, max(freed + ring - read, 0) / (rate * beside.reading)
+                stage.seconds / beside.computing, max(freed + buffer - read, 0) / (rate * beside.reading)
             )
             read += together * rate * beside.reading
             now += together + (stage.seconds - together * beside.computing)

@@ -117,7 +117,7 @@ PUBLISHED = Profile(
     memory=3200e6 * 8 * 2,
     host_to_device=16e9 * 16 * 128 / 130 / 8,
 )
-"""16 GT/s a lane with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes a channel (JEDEC,
+"""16 GT/s a track with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes a channel (JEDEC,
 JESD79-4). A read through the page cache is a copy, which reads and writes.
 """
 

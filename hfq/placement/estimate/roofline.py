@@ -33,13 +33,13 @@ class Work:
         cache: What is read of the KV cache.
         rows: Rows of activations: the tokens that a step computes.
         layers: The layers.
-        resting: What a load brings into memory.
+        stored_nbytes: What a load brings into memory.
         is_cached: Whether what is streamed stays in the page cache from one step to the next.
         is_on_cpu: Whether the CPU computes.
         calls: {kind of weight: products} of a step.
         stages: (bytes, bytes that are streamed of it) of each part in the order in which it computes; none
             where that is not known.
-        ring: What may be held of parts that are streamed.
+        buffer: What may be held of parts that are streamed.
         gathered: What each rank gathers of ZeRO-3 shards for a step; 0 without ZeRO-3.
     """
 
@@ -49,12 +49,12 @@ class Work:
     cache: int
     rows: int
     layers: int
-    resting: int
+    stored_nbytes: int
     is_cached: bool = False
     is_on_cpu: bool = True
     calls: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[tuple[int, int], ...] = ()
-    ring: int = 0
+    buffer: int = 0
     gathered: int = 0
 
 
@@ -131,7 +131,7 @@ def predict(work: Work, profile: Profile) -> Prediction:
     is_moving = max(moving.values()) > sum(computing.values())
     dominant = max(moving, key=moving.__getitem__) if is_moving else max(computing, key=computing.__getitem__)
     fixed, per_layer = profile.load_seconds
-    load = work.resting / profile.disk + fixed + per_layer * work.layers
+    load = work.stored_nbytes / profile.disk + fixed + per_layer * work.layers
     source = (
         profile.source
         if memory
@@ -153,12 +153,12 @@ def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> f
         Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages
     ]
     beside = profile.beside_cached if work.is_cached else profile.beside_disk
-    return pass_seconds(stages, work.ring, work.streamed / moving, beside)
+    return pass_seconds(stages, work.buffer, work.streamed / moving, beside)
 
 
 def _blocks(work: Work) -> int:
     """The blocks that are streamed to the CPU; none where the ring keeps them all."""
-    is_kept = sum(streamed for _, streamed in work.stages) <= work.ring
+    is_kept = sum(streamed for _, streamed in work.stages) <= work.buffer
     return 0 if is_kept or not work.is_on_cpu else sum(streamed > 0 for _, streamed in work.stages)
 
 

@@ -12,7 +12,7 @@ from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
 from hfq.placement.estimate.profile import Profile
 from hfq.placement.estimate.roofline import Prediction, Work, predict
 from hfq.placement.launch_configs import LIVE_ELEMENTS
-from hfq.placement.zero.memory import HOMES, CpuExecution, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
+from hfq.placement.zero.memory import DEVICES, ModelStates, ShardDevice, ZeroMemory, ZeroSetup, estimate_zero
 
 __all__ = ["ZeroFit", "fit_zero3", "gathering_work", "predict_zero3"]
 
@@ -29,24 +29,24 @@ class ZeroFit:
     """
 
     memory: ZeroMemory
-    parts: Mapping[str, Mapping[CpuExecution, int]]
+    parts: Mapping[str, Mapping[ShardDevice, int]]
     gathered: int
     ranks_on_cpu: bool
 
-    def per_rank(self) -> dict[CpuExecution, int]:
+    def per_rank(self) -> dict[ShardDevice, int]:
         """The bytes of one rank in each home."""
-        return {home: sum(devices.get(home, 0) for devices in self.parts.values()) for home in HOMES}
+        return {device: sum(devices.get(device, 0) for devices in self.parts.values()) for device in DEVICES}
 
     def to_dict(self) -> dict:
         """The fit as JSON-ready data."""
         setup = self.memory.setup
         return {
-            "ranks": setup.ranks,
+            "num_processes": setup.ranks,
             "ranks_per_node": setup.on_a_node,
             "offload_param": setup.offload_param,
             "per_rank": self.per_rank(),
             "parts_per_rank": {name: dict(devices) for name, devices in self.parts.items()},
-            "gathered_nbytes_a_forward": self.gathered,
+            "gathered_per_forward_nbytes": self.gathered,
             "ranks_on_cpu": self.ranks_on_cpu,
         }
 
@@ -168,14 +168,14 @@ def _fit(
     states: ModelStates, sizes: ModelSizes, workload: Workload, setup: ZeroSetup, hardware: Hardware
 ) -> ZeroFit:
     memory = estimate_zero(states, setup)
-    whole = sum(states.packed) + sum(states.frozen) * states.itemsize
+    whole = sum(states.quantized) + sum(states.frozen) * states.itemsize
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     adding = {
         "gathered weights, at most": min(whole, LIVE_ELEMENTS * states.itemsize),
         "KV cache": kv,
         "activations": activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype),
     }
-    parts: dict[str, Mapping[CpuExecution, int]] = dict(memory.parts)
+    parts: dict[str, Mapping[ShardDevice, int]] = dict(memory.parts)
     parts |= {name: {"device": nbytes} for name, nbytes in adding.items()}
     return ZeroFit(memory, parts, whole, not hardware.gpus)
 

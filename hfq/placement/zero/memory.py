@@ -24,7 +24,7 @@ from typing import Literal
 from hfq.errors import PlacementError, nearest
 
 __all__ = [
-    "HOMES",
+    "DEVICES",
     "OPTIMIZERS",
     "STAGES",
     "ModelStates",
@@ -34,8 +34,8 @@ __all__ = [
     "shard_numel",
 ]
 
-CpuExecution = Literal["device", "cpu", "nvme"]
-HOMES: tuple[CpuExecution, ...] = ("device", "cpu", "nvme")
+ShardDevice = Literal["device", "cpu", "nvme"]
+DEVICES: tuple[ShardDevice, ...] = ("device", "cpu", "nvme")
 STAGES = (0, 1, 2, 3)
 
 OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 4, "momentum": 8, "adam": 12, "adam8bit": 6}
@@ -57,14 +57,14 @@ class ModelStates:
     """What ZeRO has to place.
 
     Attributes:
-        packed: The bytes of each packed row.
+        quantized: The bytes of each packed row.
         frozen: The elements of each frozen float tensor.
         trained: The elements of each trained tensor.
         itemsize: Bytes of an element of ZeRO's dtype: 2 for bfloat16 and float16.
         is_sum: Whether these are sums over a model whose tensors are not known.
     """
 
-    packed: tuple[int, ...] = ()
+    quantized: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
     itemsize: int = 2
@@ -110,10 +110,10 @@ class ZeroSetup:
             fix = f"choose one of these{nearest(self.optimizer, OPTIMIZERS)}"
             raise _refused("optimizer", repr(self.optimizer), ", ".join(OPTIMIZERS), fix)
         for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
-            home = getattr(self, name)
-            if home not in ("none", "cpu", "nvme"):
-                raise _refused(name, repr(home), "none, cpu or nvme", "choose one of these")
-            if home != "none" and self.stage < least:
+            device = getattr(self, name)
+            if device not in ("none", "cpu", "nvme"):
+                raise _refused(name, repr(device), "none, cpu or nvme", "choose one of these")
+            if device != "none" and self.stage < least:
                 raise _refused(
                     name,
                     f"stage {self.stage}",
@@ -133,23 +133,23 @@ class ZeroMemory:
 
     Attributes:
         setup: How ZeRO is run.
-        parts: The bytes of each part (`packed weights`, `frozen weights`, `trained weights`, `gradients`,
+        parts: The bytes of each part (`quantized weights`, `frozen weights`, `trained weights`, `gradients`,
             `optimizer states`, `swap buffers`) in each home that it uses, on the fullest rank.
         largest_row_nbytes: Stage 3 gathers at least this on the device while it computes: its largest tensor
             or row. 0 where nothing is gathered, and where tensors are not known.
     """
 
     setup: ZeroSetup
-    parts: Mapping[str, Mapping[CpuExecution, int]]
+    parts: Mapping[str, Mapping[ShardDevice, int]]
     largest_row_nbytes: int
 
-    def per_rank(self) -> dict[CpuExecution, int]:
+    def per_rank(self) -> dict[ShardDevice, int]:
         """The bytes of one rank in each home."""
-        return {home: sum(devices.get(home, 0) for devices in self.parts.values()) for home in HOMES}
+        return {device: sum(devices.get(device, 0) for devices in self.parts.values()) for device in DEVICES}
 
-    def per_node(self) -> dict[CpuExecution, int]:
+    def per_node(self) -> dict[ShardDevice, int]:
         """The bytes of all ranks of one node in each home (`device`: of all of its devices together)."""
-        return {home: nbytes * self.setup.on_a_node for home, nbytes in self.per_rank().items()}
+        return {device: nbytes * self.setup.on_a_node for device, nbytes in self.per_rank().items()}
 
     def to_dict(self) -> dict:
         """The estimate as JSON-ready data."""
@@ -186,8 +186,8 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     shards = setup.ranks if setup.stage == 3 else 1
     frozen = [numel * states.itemsize for numel in states.frozen]
     trained = [numel * states.itemsize for numel in states.trained]
-    groups = {"packed weights": states.packed, "frozen weights": frozen, "trained weights": trained}
-    parts: dict[str, dict[CpuExecution, int]] = {}
+    groups = {"packed weights": states.quantized, "frozen weights": frozen, "trained weights": trained}
+    parts: dict[str, dict[ShardDevice, int]] = {}
     swapped: list[int] = []
     for name, rows in groups.items():
         held = [shard_numel(nbytes, shards, states.itemsize) * states.itemsize for nbytes in rows]
@@ -196,15 +196,15 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     gradients, masters = _trained_shards(states, setup)
     with_optimizer = setup.stage >= 2 and setup.offload_optimizer != "none"
     parts["gradients"] = _rest([gradients * setup.gradient_nbytes], "cpu" if with_optimizer else "none")
-    states_home = (
+    states_device = (
         "cpu"
         if masters * 4 < SMALLEST_SWAPPED and setup.offload_optimizer == "nvme"
         else setup.offload_optimizer
     )
-    parts["optimizer states"] = _rest([masters * OPTIMIZERS[setup.optimizer]], states_home, smallest=0)
+    parts["optimizer states"] = _rest([masters * OPTIMIZERS[setup.optimizer]], states_device, smallest=0)
     parts["swap buffers"] = _rest([_buffers(swapped, states, setup.buffer_count)], "cpu")
     gathers = setup.stage == 3 and not states.is_sum
-    gathered = max((*states.packed, *frozen, *trained), default=0) if gathers else 0
+    gathered = max((*states.quantized, *frozen, *trained), default=0) if gathers else 0
     return ZeroMemory(setup, {name: devices for name, devices in parts.items() if devices}, gathered)
 
 
@@ -228,15 +228,15 @@ def _buffers(swapped: list[int], states: ModelStates, count: int) -> int:
     return min(count, len(swapped)) * largest
 
 
-def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[CpuExecution, int]:
+def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[ShardDevice, int]:
     """The bytes of these shards in each home; those too small for NVMe rest in CPU memory."""
-    devices: dict[CpuExecution, int] = {}
+    devices: dict[ShardDevice, int] = {}
     for nbytes in shards:
-        home: CpuExecution = "device"
+        device: ShardDevice = "device"
         if offload != "none":
-            home = "nvme" if offload == "nvme" and nbytes >= smallest else "cpu"
+            device = "nvme" if offload == "nvme" and nbytes >= smallest else "cpu"
         if nbytes:
-            devices[home] = devices.get(home, 0) + nbytes
+            devices[device] = devices.get(device, 0) + nbytes
     return devices
 
 

@@ -15,7 +15,7 @@ from hfq.formats import Format, UnquantizedError, detect_formats, tensors_by_mod
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import detection_hints, source_config
 from hfq.placement.zero.memory import ModelStates
-from hfq.tensor_spec import DTYPE_BITS, TensorInfo, row_layout
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo, segment_layout
 
 __all__ = ["count_states"]
 
@@ -29,7 +29,7 @@ def count_states(
     checkpoint: Checkpoint,
     lora_rank: int | None = None,
     targets: Sequence[str] = (),
-    trains_dense: bool = False,
+    trains_unquantized: bool = False,
     itemsize: int = 2,
 ) -> ModelStates:
     """Counts what ZeRO places, from headers alone.
@@ -39,7 +39,7 @@ def count_states(
         lora_rank: The rank of LoRA adapters, which are then all that is trained.
         targets: Modules with an adapter, by name or its end, as PEFT's `target_modules`; none for every
             linear layer.
-        trains_dense: Whether the float tensors are trained.
+        trains_unquantized: Whether the float tensors are trained.
         itemsize: Bytes of an element of ZeRO's dtype, to which float tensors are cast.
 
     Raises:
@@ -52,12 +52,13 @@ def count_states(
     except UnquantizedError:
         formats = {}
     rows = [
-        row_layout((name, t.dtype, t.shape) for name, t in modules[module].items())[1] for module in formats
+        segment_layout((name, t.dtype, t.shape) for name, t in modules[module].items())[1]
+        for module in formats
     ]
     stored = [t for module, tensors in modules.items() if module not in formats for t in tensors.values()]
-    dense = tuple(_numel(info, itemsize) for info in stored)
+    unquantized = tuple(_numel(info, itemsize) for info in stored)
     adapters = _adapters(modules, formats, lora_rank, targets) if lora_rank else ()
-    frozen, trained = ((), dense + adapters) if trains_dense else (dense, adapters)
+    frozen, trained = ((), unquantized + adapters) if trains_unquantized else (unquantized, adapters)
     return ModelStates(tuple(rows), frozen, trained, itemsize)
 
 

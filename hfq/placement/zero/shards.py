@@ -33,14 +33,14 @@ class FlatParameter:
         itemsize: Bytes of one element: of the dtype that ZeRO runs in for a packed row, of the stored dtype
             for a dense tensor.
         parts: (offset in the row, where those bytes lie), in the order of the row.
-        is_packed: Whether its elements are packed bytes.
+        is_quantized: Whether its elements are packed bytes.
     """
 
     name: str
     nbytes: int
     itemsize: int
     parts: tuple[tuple[int, ByteRange], ...]
-    is_packed: bool = False
+    is_quantized: bool = False
 
     @property
     def numel(self) -> int:
@@ -80,14 +80,14 @@ def flat_parameter(
     Args:
         name: The parameter's name in the model.
         infos: Where the module's tensors are stored, by local name.
-        layout: The segments of the row and its bytes, as `row_layout` gives them.
+        layout: The segments of the row and its bytes, as `segment_layout` gives them.
         itemsize: Bytes of one element of the dtype that ZeRO runs in; divides 16.
     """
     segments, nbytes = layout
     parts = tuple(
         (segment.offset, infos[local].range) for local, segment in segments.items() if segment.nbytes
     )
-    return FlatParameter(name, nbytes, itemsize, parts, is_packed=True)
+    return FlatParameter(name, nbytes, itemsize, parts, is_quantized=True)
 
 
 @dataclass(frozen=True)
@@ -95,55 +95,57 @@ class ZeroPlan:
     """All rows of a model, as they are cut for the ranks of one run.
 
     Attributes:
-        rows: In the order of the model's parameters.
+        parameters: In the order of the model's parameters.
         rank: This rank.
         world: How many ranks there are.
-        home: Where shards rest: `device`, `cpu`, or `nvme`.
+        shard_device: Where shards rest: `device`, `cpu`, or `nvme`.
         settings: What else all ranks must agree on: {what it is: its value}.
     """
 
-    rows: tuple[FlatParameter, ...]
+    parameters: tuple[FlatParameter, ...]
     rank: int
     world: int
-    home: str
+    shard_device: str
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def packed_nbytes(self) -> int:
+    def quantized_nbytes(self) -> int:
         """The bytes of all packed rows."""
-        return sum(row.nbytes for row in self.rows if row.is_packed)
+        return sum(flat.nbytes for flat in self.parameters if flat.is_quantized)
 
     @property
-    def packed_shard_nbytes(self) -> int:
+    def quantized_shard_nbytes(self) -> int:
         """The bytes of packed rows that each rank keeps: every row divided by the ranks, and rounded up to an
         element.
         """
-        return sum(row.shard_nbytes(self.world) for row in self.rows if row.is_packed)
+        return sum(flat.shard_nbytes(self.world) for flat in self.parameters if flat.is_quantized)
 
-    def read_nbytes(self, is_packed: bool) -> int:
+    def read_nbytes(self, is_quantized: bool) -> int:
         """The stored bytes of all packed rows, or of all dense ones, that are this rank's."""
-        rows = (row for row in self.rows if row.is_packed == is_packed)
-        return sum(read.source.nbytes for row in rows for read in row.reads(self.rank, self.world))
+        parameters = (flat for flat in self.parameters if flat.is_quantized == is_quantized)
+        return sum(read.source.nbytes for flat in parameters for read in flat.reads(self.rank, self.world))
 
     def digests(self) -> dict[str, str]:
         """{what it is: a digest of it} of everything that ranks must agree on; the same in every process and
         on every node.
         """
-        files = sorted({source.file.replace("\\", "/") for row in self.rows for _, source in row.parts})
+        files = sorted(
+            {source.file.replace("\\", "/") for flat in self.parameters for _, source in flat.parts}
+        )
         names = {file: file.rpartition("/")[2] for file in files}
         found = {what: _digest(value) for what, value in self.settings.items()}
         found["number of ranks"] = _digest(self.world)
-        found["home of the shards"] = _digest(self.home)
-        found["names of the parameters"] = _digest([row.name for row in self.rows])
+        found["device of the shards"] = _digest(self.shard_device)
+        found["names of the parameters"] = _digest([flat.name for flat in self.parameters])
         found["sizes of the parameters"] = _digest(
-            [(row.nbytes, row.itemsize, row.is_packed) for row in self.rows]
+            [(flat.nbytes, flat.itemsize, flat.is_quantized) for flat in self.parameters]
         )
         places = [
             [
                 (offset, names[source.file.replace("\\", "/")], source.offset, source.nbytes)
-                for offset, source in row.parts
+                for offset, source in flat.parts
             ]
-            for row in self.rows
+            for flat in self.parameters
         ]
         found["places of the tensors in the checkpoint's files"] = _digest(places)
         return found

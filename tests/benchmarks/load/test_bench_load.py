@@ -60,7 +60,7 @@ def test_hfq_holds_the_bytes_of_the_files_and_reads_little_of_them_from_disk(pat
 def test_a_changed_byte_is_found(path):
     worker = LoadWorker("hfq", str(path), str(path))
     worker.load()
-    model, _ = worker._held
+    model, _ = worker._loaded
     model.model.norm.weight.data[0] += 1
     verified = worker.verify()
     assert verified["equal"] == verified["tensors"] - 1

@@ -64,14 +64,14 @@ SEEN = [
     ("SpQR", {"quant_method": "spqr"}, {"dense_weights": WORDS, "row_offsets": WORDS, "col_vals": WORDS}),
     ("QuIP#", {"quant_method": "quip"}, {"Qidxs": WORDS.short(), "SU": FLOATS, "SV": FLOATS}),
 ]
-IDS = [f"{dialect}, {', '.join(tensors)}" for dialect, _, tensors in SEEN]
+IDS = [f"{variant}, {', '.join(tensors)}" for variant, _, tensors in SEEN]
 
 
 def write(folder, config, tensors):
     """A model of dense weights, but for one layer."""
     dense = {
         name: tensor
-        for name, tensor in tiny_models.packed_tensors(DenseWeight()).items()
+        for name, tensor in tiny_models.onloaded_tensors(DenseWeight()).items()
         if tiny_models.FIRST not in name
     }
     stored = {f"{tiny_models.FIRST}.{local}": tensor for local, tensor in tensors.items()}
@@ -86,27 +86,27 @@ class DenseWeight:
 
 
 def test_every_refused_dialect_is_seen_in_one_way_or_more():
-    assert {dialect for dialect, _, _ in SEEN} == set(REFUSED)
+    assert {variant for variant, _, _ in SEEN} == set(REFUSED)
 
 
-@pytest.mark.parametrize(("dialect", "config", "tensors"), SEEN, ids=IDS)
-def test_a_dialect_is_refused_by_its_name(dialect, config, tensors, tmp_path):
+@pytest.mark.parametrize(("variant", "config", "tensors"), SEEN, ids=IDS)
+def test_a_dialect_is_refused_by_its_name(variant, config, tensors, tmp_path):
     checkpoint = Checkpoint.open(write(tmp_path, config, tensors))
     with pytest.raises(FormatError) as caught:
         detect_formats(tensors_by_module(checkpoint.tensors), config)
-    assert f"in the dialect {dialect}, which hfq does not read; nothing was loaded" in str(caught.value)
-    assert caught.value.fix == REFUSED[dialect][1]
+    assert f"in the dialect {variant}, which hfq does not read; nothing was loaded" in str(caught.value)
+    assert caught.value.fix == REFUSED[variant][1]
     assert caught.value.file
 
 
-@pytest.mark.parametrize(("dialect", "config", "tensors"), SEEN, ids=IDS)
-def test_a_model_of_it_is_refused_before_anything_is_loaded(dialect, config, tensors, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("variant", "config", "tensors"), SEEN, ids=IDS)
+def test_a_model_of_it_is_refused_before_anything_is_loaded(variant, config, tensors, tmp_path, monkeypatch):
     path = write(tmp_path, config, tensors)
     monkeypatch.setattr("hfq.checkpoint.Reader.map", lambda *_: pytest.fail("a file was mapped"))
     monkeypatch.setattr("hfq.checkpoint.Reader.read_into", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(FormatError) as caught:
         AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig())
-    assert f"in the dialect {dialect}, which hfq does not read; nothing was loaded" in str(caught.value)
+    assert f"in the dialect {variant}, which hfq does not read; nothing was loaded" in str(caught.value)
 
 
 @pytest.mark.parametrize(

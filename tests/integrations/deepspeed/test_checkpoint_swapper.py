@@ -37,9 +37,9 @@ def swapper_of(file, dtype=torch.bfloat16, stored=torch.bfloat16, rank=1, is_dir
     """(a swapper that holds one of three shards, the parameter, the reader)."""
     checkpoint = Checkpoint.open(file)
     reader = Reader(checkpoint)
-    row = FlatParameter("values", 10_000, 2, ((0, checkpoint.tensors["values"].range),))
-    swapper, placed = CheckpointSwapper(reader, is_direct), parameter(row.shard_numel(3), dtype)
-    swapper.place(placed, ShardSource(row.reads(rank, 3), row.shard_nbytes(3), stored))
+    flat = FlatParameter("values", 10_000, 2, ((0, checkpoint.tensors["values"].range),))
+    swapper, placed = CheckpointSwapper(reader, is_direct), parameter(flat.shard_numel(3), dtype)
+    swapper.place(placed, ShardSource(flat.reads(rank, 3), flat.shard_nbytes(3), stored))
     return swapper, placed, reader
 
 

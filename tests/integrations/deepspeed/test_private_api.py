@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.errors import SetupError
-from hfq.integrations.deepspeed.private_api import _check_held
+from hfq.integrations.deepspeed.private_api import _check_storage
 from hfq.modules.quantized_module import QuantizedModule
 from tests.support import tiny_models
 
@@ -23,14 +23,14 @@ def model():
 
 
 def test_rows_of_bytes_pass_where_every_rank_holds_the_model(model):
-    _check_held(model, is_stage_3=False)
+    _check_storage(model, is_stage_3=False)
 
 
 def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
     with pytest.raises(
         SetupError, match=r"(?s)every rank has loaded whole.*layers.0.self_attn.q_proj.*zero3_init_flag: true"
     ):
-        _check_held(model, is_stage_3=True)
+        _check_storage(model, is_stage_3=True)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
 )
 def test_tensors_one_by_one_are_refused(options, found):
     with pytest.raises(SetupError, match=rf"(?s)would cast packed tensors.*{found}.*cpu_memory=.private"):
-        _check_held(load("auto", **options), is_stage_3=False)
+        _check_storage(load("auto", **options), is_stage_3=False)
 
 
 def test_slices_of_tensor_parallelism_are_refused(model):
     layer = next(module for module in model.modules() if isinstance(module, QuantizedModule))
     layer._hf_quantized_needs_local_tp = True
     with pytest.raises(SetupError, match=r"(?s)slices.*Fix: leave tp_plan out"):
-        _check_held(model, is_stage_3=False)
+        _check_storage(model, is_stage_3=False)
     del layer._hf_quantized_needs_local_tp

@@ -57,7 +57,7 @@ def test_an_option_that_changes_packed_bytes_is_refused_by_name(section, option,
 def test_the_same_option_switched_off_is_taken(section, option, value):
     off = False if value is True else 1
     alive = HfDeepSpeedConfig(config(**{section: {option: off}}))
-    assert read_zero_config(torch.bfloat16).home == "device"
+    assert read_zero_config(torch.bfloat16).shard_device == "device"
     del alive
 
 
@@ -81,12 +81,12 @@ def test_auto_means_the_dtype_of_the_model(dtype):
 
 
 def test_the_home_of_shards_is_that_of_offload_param():
-    for device, home in (("none", "device"), ("cpu", "cpu"), ("nvme", "nvme")):
+    for device, shard_device in (("none", "device"), ("cpu", "cpu"), ("nvme", "nvme")):
         alive = HfDeepSpeedConfig(
             config(zero_optimization={"offload_param": {"device": device, "nvme_path": "/tmp/x"}})
         )
         found = read_zero_config(torch.bfloat16)
-        assert (found.home, found.nvme_path) == (home, "/tmp/x")
+        assert (found.shard_device, found.nvme_path) == (shard_device, "/tmp/x")
         del alive
 
 
@@ -109,11 +109,11 @@ def test_no_zero3_without_a_live_config():
 
 
 def test_the_pool_holds_the_largest_shard_and_what_a_module_needs_at_once():
-    rows = tuple(
+    parameters = tuple(
         FlatParameter(str(n), nbytes, 2, (), True)
         for n, nbytes in enumerate([64, 1 << 22, 6_000_001 * 2, 1 << 21])
     )
-    plan = ZeroPlan(rows, 0, 2, "nvme")
+    plan = ZeroPlan(parameters, 0, 2, "nvme")
     assert plan_pool(plan, 2, at_once=1) == Pool(4, 3_000_001, 2)
     assert plan_pool(plan, 2, at_once=30, least_nbytes=1 << 20).count == 3  # no more than there are
     assert Pool(4, 3_000_001, 2).nbytes == 24_000_008

@@ -134,7 +134,7 @@ def test_merging_and_before_it_changes_any_layer(device_map):
 )
 def mixture(request, tmp_path_factory):
     scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.id == request.param)
-    path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path_factory.mktemp("mixture"))
+    path = moe_models.write(scheme, moe_models.is_quantized(scheme)).save(tmp_path_factory.mktemp("mixture"))
     return moe_models.load(path), moe_models.load(path, DISK)
 
 

@@ -145,8 +145,8 @@ MODELS = {
 
 @pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
 def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
-    auto, kind, options, packed, target_modules = case
-    plain, folder = write(tmp_path, auto, kind, options, packed)
+    auto, kind, options, quantized, target_modules = case
+    plain, folder = write(tmp_path, auto, kind, options, quantized)
     inputs = SEQ2SEQ if auto is AutoModelForSeq2SeqLM else {"input_ids": TOKENS % 96}
 
     def run(model):
@@ -175,7 +175,7 @@ FAMILIES = {type(case.format): case for case in CONTRACT}  # one case of each fo
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=lambda case: case.id)
 def test_every_format_carries_adapters(case, tmp_path):
-    tensors = tiny_models.packed_tensors(case.format)
+    tensors = tiny_models.onloaded_tensors(case.format)
     path = tiny_models.write_model(
         tmp_path, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind
     )

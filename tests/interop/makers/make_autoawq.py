@@ -87,7 +87,7 @@ def check_codes(tensors: dict[str, torch.Tensor], exact: torch.Tensor, version: 
         assert torch.equal(found, exact)
 
 
-def is_packed(name: str, router: bool = False) -> bool:
+def is_quantized(name: str, router: bool = False) -> bool:
     """autoawq packs every linear layer of a block; it leaves out the routers of Mixtral only."""
     kept = r"norm\.weight$" if router else r"norm\.weight$|\.gate\.weight$"
     return ".layers." in name and name.endswith(".weight") and not re.search(kept, name)
@@ -100,7 +100,7 @@ def make(
     common.save_dense(folder, kind, **changes)
     dense = {name: tensor.half() for name, tensor in common.stored_tensors(folder).items()}
     stored, weights = dict(dense), dict(dense)
-    for name in [name for name in dense if is_packed(name, router)]:
+    for name in [name for name in dense if is_quantized(name, router)]:
         module = name.removesuffix(".weight")
         tensors, weights[name] = pack(dense[name], dense.get(f"{module}.bias"), version, group)
         del stored[name]

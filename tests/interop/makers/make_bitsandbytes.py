@@ -61,8 +61,8 @@ def make(kind: str = "llama", shard: str | None = None, sizes: dict | None = Non
             if options.get("load_in_4bit")
             else "int8_vectorwise_dequant in float32"
         )
-        dense_tensors = dequantize(stored(folder), transposed=kind == "gpt2")
-        return stock_error(folder, write_reference(folder, dense_tensors, f"bitsandbytes {way}"))
+        unquantized_tensors = dequantize(stored(folder), transposed=kind == "gpt2")
+        return stock_error(folder, write_reference(folder, unquantized_tensors, f"bitsandbytes {way}"))
 
     return maker
 

@@ -28,7 +28,7 @@ def dequantize(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     return Quantizer.dequantize(parts["W_q"], meta)
 
 
-def dense_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def unquantized_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     modules = {name.removesuffix(".W_q") for name in tensors if name.endswith(".W_q")}
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
     for module in modules:
@@ -65,7 +65,7 @@ def make(
             )
         save_tokenizer(folder)
         method = "hqq's Quantizer.dequantize with float32 compute dtype, scale and zero"
-        write_reference(folder, dense_tensors(stored(folder)), method)
+        write_reference(folder, unquantized_tensors(stored(folder)), method)
         return (
             f"W_q {stored(folder)['model.layers.0.self_attn.q_proj.W_q'].dtype}" if kind == "llama" else None
         )

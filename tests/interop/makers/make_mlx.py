@@ -33,7 +33,7 @@ def dequantize(parts: dict[str, torch.Tensor], options: dict) -> torch.Tensor:
     return torch.from_numpy(np.array(found))
 
 
-def dense_tensors(tensors: dict[str, torch.Tensor], quantization: dict) -> dict[str, torch.Tensor]:
+def unquantized_tensors(tensors: dict[str, torch.Tensor], quantization: dict) -> dict[str, torch.Tensor]:
     modules = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
     for module in modules:
@@ -75,7 +75,7 @@ def make(
         for extra in ("README.md", "model.safetensors.index.json"):
             (folder / extra).unlink(missing_ok=True)
         quantization = json.loads((folder / "config.json").read_text())["quantization"]
-        tensors = dense_tensors(stored(folder), quantization)
+        tensors = unquantized_tensors(stored(folder), quantization)
         write_reference(folder, tensors, f"mlx.core.dequantize of mode {mode} with float32 scales and biases")
 
     return maker

@@ -51,7 +51,7 @@ def dequantize(weight: QTensor) -> torch.Tensor:
     return weight.dequantize()
 
 
-def dense_tensors(folder) -> dict[str, torch.Tensor]:
+def unquantized_tensors(folder) -> dict[str, torch.Tensor]:
     """What the checkpoint holds, packed weights dequantized, the parts of quanto left out."""
     model, tensors = QuantizedModelForCausalLM.from_pretrained(folder)._wrapped, stored(folder)
     packed = {name: module for name, module in model.named_modules() if isinstance(module, QModuleMixin)}
@@ -70,7 +70,7 @@ def make(weights, kind: str = "llama", exclude: str | None = "lm_head", sizes: d
         model.save_pretrained(folder)
         save_tokenizer(folder)
         write_reference(
-            folder, dense_tensors(folder), "optimum-quanto's dequantize with float32 scales and shifts"
+            folder, unquantized_tensors(folder), "optimum-quanto's dequantize with float32 scales and shifts"
         )
         return f"{sum(name.endswith('.weight._scale') for name in stored(folder))} packed"
 

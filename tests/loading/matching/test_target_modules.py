@@ -63,10 +63,12 @@ def write(family):
         parts = []
         for half, part in zip(names, tensor.chunk(len(names)), strict=True):
             path = f"{module.rpartition('.')[0]}.{half}"
-            packed = GPTQ.quantize(part)
-            tensors |= {f"{path}.{key}": value for key, value in packed.items()}
+            quantized = GPTQ.quantize(part)
+            tensors |= {f"{path}.{key}": value for key, value in quantized.items()}
             parts.append(
-                tiny_models.settled(GPTQ, packed, GPTQMODEL_CONFIG, tuple(part.shape)).dequantize(packed)
+                tiny_models.settled(GPTQ, quantized, GPTQMODEL_CONFIG, tuple(part.shape)).dequantize(
+                    quantized
+                )
             )
         tensor.copy_(torch.cat(parts))
     assert any("gate_proj.qweight" in name for name in tensors)

@@ -19,7 +19,7 @@ IDS = torch.tensor([[1, 40, 77, 9]])
 
 def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
     """As mlx-lm: no quant_method, and `quantization` in config.json."""
-    tensors = tiny_models.packed_tensors(Mlx())
+    tensors = tiny_models.onloaded_tensors(Mlx())
     weight = tensors.pop("model.embed_tokens.weight").float()
     del tensors["lm_head.weight"]
     for number, module in enumerate(stored):

@@ -34,7 +34,7 @@ TOKENS = torch.arange(3, 40)[None]
 SMALL = torch.arange(12)[None]
 SKIPPED = ["model.layers.1.mlp"]
 SPLIT = {"": "cpu", "model.layers.0.mlp": "disk", "model.layers.2": "disk", "lm_head": "disk"}
-HOMES = [None, {"": "disk"}, SPLIT, "auto"]  # "auto" under a limit that sends a part to disk
+DEVICES = [None, {"": "disk"}, SPLIT, "auto"]  # "auto" under a limit that sends a part to disk
 
 
 def config_of(options):
@@ -76,7 +76,7 @@ def private_files():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return tiny_models.write_model(
-        tmp_path_factory.mktemp("floats"), tiny_models.packed_tensors(FORMATS["dense"]()), None
+        tmp_path_factory.mktemp("floats"), tiny_models.onloaded_tensors(FORMATS["dense"]()), None
     )
 
 
@@ -101,7 +101,7 @@ def folder(tmp_path):
     return tmp_path / "offload"
 
 
-@pytest.mark.parametrize("device_map", HOMES, ids=str)
+@pytest.mark.parametrize("device_map", DEVICES, ids=str)
 def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, device_map, folder, tmp_path):
     before = private_files()
     nbytes = sum(info.nbytes for info in Checkpoint.open(written).tensors.values())
@@ -111,7 +111,7 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
     )
     assert torch.equal(logits(model, TOKENS), expected)
     assert not list(folder.iterdir())
-    devices = {loader_of(model).devices[f"{name}.qweight"] for name in loader_of(model).packed}
+    devices = {loader_of(model).devices[f"{name}.qweight"] for name in loader_of(model).quantized}
     assert devices == (
         {"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"}
     )
@@ -148,7 +148,7 @@ def test_every_method_that_needs_no_calibration_packs_while_loading(small, optio
     assert torch.equal(logits(model, SMALL), logits(load(tmp_path / "written"), SMALL))
     model.save_pretrained(tmp_path / "saved")
     assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(tmp_path / "written")
-    assert source_config(Checkpoint.open(tmp_path / "saved")) == loader_of(model).packing.source
+    assert source_config(Checkpoint.open(tmp_path / "saved")) == loader_of(model).quantizing.source
 
 
 def test_a_config_that_names_hfq_packs_as_well(small):
@@ -191,7 +191,7 @@ def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family,
     ):
         load(family, method="rtn", group_size=32)
     model = load(family, method="rtn", group_size=32, modules_to_not_convert=["mlp.experts"])
-    assert len(loader_of(model).packed) == 2 * 4
+    assert len(loader_of(model).quantized) == 2 * 4
     assert torch.isfinite(logits(model, IDS)).all()
 
 
@@ -213,7 +213,7 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
         model = load(source, device_map, folder, method="w4a16")
         peak, loading = _status("VmHWM") - before, loader_of(model)
         allowed = (32 << 20) + (
-            loading.offloader.regions.buffer.nbytes if loading.offloader else loading.plan.resident_nbytes()
+            loading.offloader.buffers.buffer.nbytes if loading.offloader else loading.plan.resident_nbytes()
         )
         print(f"{device_map}: {peak / 2**20:.1f} MiB at the peak, {allowed / 2**20:.1f} allowed")
         assert peak < allowed < floats
@@ -275,13 +275,13 @@ def test_what_is_quantized_already_is_refused(name):
 
 
 def test_codes_that_no_config_names_are_refused(tmp_path):
-    tiny_models.write_model(tmp_path, tiny_models.packed_tensors(FORMATS["fp8"]()), None)
+    tiny_models.write_model(tmp_path, tiny_models.onloaded_tensors(FORMATS["fp8"]()), None)
     with pytest.raises(FormatError, match="holds codes; nothing was loaded"):
         load(tmp_path, method="rtn", group_size=32)
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path):
-    tensors = tiny_models.packed_tensors(FORMATS["dense"]())
+    tensors = tiny_models.onloaded_tensors(FORMATS["dense"]())
     tensors[f"{tiny_models.FIRST}.weight"][3, 5] = float("inf")
     tiny_models.write_model(tmp_path, tensors, None)
     with pytest.raises(SetupError, match=r"(?s)not finite.*layers\.0\.self_attn\.q_proj"):

@@ -68,9 +68,9 @@ def test_of_experts_a_step_moves_those_that_are_routed_to():
     experts = tuple(Unit(f"layers.{i}.experts", 40 * MIB, "experts") for i in range(8))
     sizes = replace(SIZES, units=UNITS + experts, routed=0.25)
     one, many = (plan(Hardware(cpu=140 * MIB), Workload(batch, 16), sizes) for batch in (1, 4))
-    away = sum(unit.nbytes for unit in experts if one.budget.devices[unit.name] == "disk")
-    assert one.work.streamed == away // 4 > 0
-    assert many.work.streamed == away
+    offloaded = sum(unit.nbytes for unit in experts if one.budget.devices[unit.name] == "disk")
+    assert one.work.streamed == offloaded // 4 > 0
+    assert many.work.streamed == offloaded
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ def test_a_ring_that_holds_all_is_read_once():
     st.integers(200, 900),
 )
 def test_a_pass_is_never_shorter_than_computing_or_reading_nor_longer_than_one_after_the_other(
-    parts, rate, share, other, ring
+    parts, rate, share, other, buffer
 ):
     stages = [Stage(*part) for part in parts]
     computing, reading = sum(stage.seconds for stage in stages), sum(stage.nbytes for stage in stages) / rate
-    found = pass_seconds(stages, ring, rate, SideBySide(share, other))
+    found = pass_seconds(stages, buffer, rate, SideBySide(share, other))
     assert found >= computing * (1 - 1e-9)
-    if sum(stage.nbytes for stage in stages) > ring:
+    if sum(stage.nbytes for stage in stages) > buffer:
         assert found >= reading * (1 - 1e-6)
     assert found <= computing / share + reading / other + 1e-6
-    assert pass_seconds(stages, ring, rate, FREE) <= computing + reading + 1e-6
+    assert pass_seconds(stages, buffer, rate, FREE) <= computing + reading + 1e-6

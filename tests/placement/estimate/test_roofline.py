@@ -66,21 +66,21 @@ def test_a_call_a_step_and_a_streamed_block_have_costs_of_their_own():
         {"disk": 0.5, "link": 0, "weights": 0.55, "cache": 0.1, "layers": 0.12}
     )
     streamed = predict(
-        replace(WORK, calls={"int4": 50}, stages=((100, 50_000_000),) * 10, ring=10**8), costly
+        replace(WORK, calls={"int4": 50}, stages=((100, 50_000_000),) * 10, buffer=10**8), costly
     )
     assert streamed.terms["layers"] == pytest.approx(0.17)
     assert streamed.step_seconds == pytest.approx(0.82)
 
 
 def test_reading_and_computing_share_cores_and_a_ring():
-    staged = replace(WORK, stages=((100, 50_000_000),) * 10, ring=10**8)
+    staged = replace(WORK, stages=((100, 50_000_000),) * 10, buffer=10**8)
     shared = replace(PROFILE, beside_disk=SideBySide(0.5, 0.5))
     assert predict(staged, PROFILE).step_seconds == pytest.approx(0.7)
     assert predict(staged, shared).step_seconds == pytest.approx(1.2)
     assert predict(replace(staged, is_cached=True), shared).step_seconds == pytest.approx(0.7)
-    kept = replace(staged, ring=10**9)
+    kept = replace(staged, buffer=10**9)
     assert predict(kept, shared).step_seconds == pytest.approx(0.7)  # what the ring holds is not read again
-    half = replace(WORK, stages=((100, 0),) * 5 + ((100, 100_000_000),) * 5, ring=2 * 10**8)
+    half = replace(WORK, stages=((100, 0),) * 5 + ((100, 100_000_000),) * 5, buffer=2 * 10**8)
     # a block is read in 0.1 s and computes for 0.07 s: 0.7 s, and three times 0.03 s of waiting for what the
     # ring had no room for
     assert predict(half, PROFILE).step_seconds == pytest.approx(0.79)

@@ -12,7 +12,7 @@ from hfq.placement.zero.fit import fit_zero3
 from hfq.placement.zero.memory import ModelStates
 
 MIB = 1 << 20
-STATES = ModelStates(packed=(8 * MIB,) * 16, frozen=(1000,) * 4)
+STATES = ModelStates(quantized=(8 * MIB,) * 16, frozen=(1000,) * 4)
 SIZES = ModelSizes((), (KvLayer(512, 512),) * 8, Activations(512, 2048, 8192, 8), {}, 1.0, "bfloat16", 8)
 WORK = Workload(1, 128)
 

@@ -58,7 +58,7 @@ def test_a_row_is_padded_to_a_multiple_of_ranks_times_the_dtypes_size(nbytes, ra
 
 
 def test_frozen_weights_have_no_gradients_and_no_states_and_are_sharded_in_stage_3_alone():
-    states = ModelStates(packed=(16, 48), frozen=(7,))
+    states = ModelStates(quantized=(16, 48), frozen=(7,))
     assert [device_bytes(states, stage, 3, optimizer="none") for stage in (0, 1, 2)] == [16 + 48 + 14] * 3
     assert device_bytes(states, 3, 3, optimizer="none") == 2 * (3 + 8 + 3)  # each row by itself
     assert set(estimate_zero(states, ZeroSetup(3, 3, optimizer="none")).parts) == {
@@ -68,7 +68,7 @@ def test_frozen_weights_have_no_gradients_and_no_states_and_are_sharded_in_stage
 
 
 def test_offloaded_parts_rest_where_they_were_sent():
-    states = ModelStates(packed=(8 * MIB, 16), trained=(4 * MIB,))  # the trained shard has 4 MiB, too
+    states = ModelStates(quantized=(8 * MIB, 16), trained=(4 * MIB,))  # the trained shard has 4 MiB, too
     cpu = estimate_zero(states, ZeroSetup(3, 2, 1, offload_param="cpu", offload_optimizer="cpu"))
     assert cpu.per_rank() == {"device": 0, "cpu": 4 * MIB + 8 + 2 * MIB * (2 + 2 + 12), "nvme": 0}
     assert cpu.per_node() == cpu.per_rank()

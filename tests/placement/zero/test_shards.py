@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hfq import PlacementError
 from hfq.placement.zero.shards import FlatParameter, ZeroPlan, check_same_plan, flat_parameter
-from hfq.tensor_spec import ByteRange, TensorInfo, row_layout
+from hfq.tensor_spec import ByteRange, TensorInfo, segment_layout
 
 SHAPES = st.lists(
     st.tuples(st.sampled_from(["U8", "I32", "F16", "F8_E4M3"]), st.integers(0, 70)), min_size=1, max_size=5
@@ -40,7 +40,7 @@ def shard(row: FlatParameter, rank: int, world: int, file: bytes) -> bytes:
 @given(SHAPES, st.integers(1, 5), st.sampled_from([2, 4]))
 def test_the_shards_of_all_ranks_are_the_row_and_no_byte_is_read_twice(shapes, world, itemsize):
     infos, file = stored(shapes)
-    layout = row_layout((name, info.dtype, info.shape) for name, info in infos.items())
+    layout = segment_layout((name, info.dtype, info.shape) for name, info in infos.items())
     row = flat_parameter("m.flat_buffer", infos, layout, itemsize)
     whole = bytearray(row.shard_nbytes(world) * world)
     for name, segment in layout[0].items():
@@ -55,28 +55,29 @@ def test_the_shards_of_all_ranks_are_the_row_and_no_byte_is_read_twice(shapes, w
 
 
 def test_a_plan_counts_packed_and_dense_bytes_apart():
-    packed = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f", 8, 40)),), is_packed=True)
-    dense = FlatParameter("norm.weight", 14, 2, ((0, ByteRange("f", 48, 14)),))
-    plans = [ZeroPlan((packed, dense), rank, 3, "cpu") for rank in range(3)]
-    assert [(plan.packed_nbytes, plan.packed_shard_nbytes) for plan in plans] == [(48, 16)] * 3
-    assert [plan.read_nbytes(is_packed=True) for plan in plans] == [16, 16, 8]
-    assert [plan.read_nbytes(is_packed=False) for plan in plans] == [6, 6, 2]
+    quantized = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f", 8, 40)),), is_quantized=True)
+    unquantized = FlatParameter("norm.weight", 14, 2, ((0, ByteRange("f", 48, 14)),))
+    plans = [ZeroPlan((quantized, unquantized), rank, 3, "cpu") for rank in range(3)]
+    assert [(plan.quantized_nbytes, plan.quantized_shard_nbytes) for plan in plans] == [(48, 16)] * 3
+    assert [plan.read_nbytes(is_quantized=True) for plan in plans] == [16, 16, 8]
+    assert [plan.read_nbytes(is_quantized=False) for plan in plans] == [6, 6, 2]
 
 
 def plan(**changes) -> ZeroPlan:
     row = FlatParameter(
-        "a.flat_buffer", 48, 2, ((0, ByteRange("/here/f.safetensors", 8, 40)),), is_packed=True
+        "a.flat_buffer", 48, 2, ((0, ByteRange("/here/f.safetensors", 8, 40)),), is_quantized=True
     )
     return ZeroPlan(
-        **{"rows": (row,), "rank": 0, "world": 2, "home": "cpu", "settings": {"dtype": "bf16"}} | changes
+        **{"parameters": (row,), "rank": 0, "world": 2, "shard_device": "cpu", "settings": {"dtype": "bf16"}}
+        | changes
     )
 
 
 def test_ranks_agree_wherever_the_files_lie_on_their_node():
     row = FlatParameter(
-        "a.flat_buffer", 48, 2, ((0, ByteRange("/there/f.safetensors", 8, 40)),), is_packed=True
+        "a.flat_buffer", 48, 2, ((0, ByteRange("/there/f.safetensors", 8, 40)),), is_quantized=True
     )
-    check_same_plan([plan().digests(), plan(rank=1, rows=(row,)).digests()])
+    check_same_plan([plan().digests(), plan(rank=1, parameters=(row,)).digests()])
 
 
 @pytest.mark.parametrize(
@@ -84,13 +85,13 @@ def test_ranks_agree_wherever_the_files_lie_on_their_node():
     [
         ({"settings": {"dtype": "fp16"}}, "dtype"),
         ({"settings": {"dtype": "bf16", "hfq version": "2"}}, "hfq version"),
-        ({"home": "nvme"}, "home of the shards"),
+        ({"shard_device": "nvme"}, "device of the shards"),
         ({"world": 3}, "number of ranks"),
-        ({"rows": ()}, "names of the parameters"),
-        ({"rows": (FlatParameter("a.flat_buffer", 64, 2, (), True),)}, "sizes of the parameters"),
+        ({"parameters": ()}, "names of the parameters"),
+        ({"parameters": (FlatParameter("a.flat_buffer", 64, 2, (), True),)}, "sizes of the parameters"),
         (
             {
-                "rows": (
+                "parameters": (
                     FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f.safetensors", 9, 40)),), True),
                 )
             },

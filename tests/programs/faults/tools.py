@@ -62,9 +62,9 @@ class Hold:
 
 def in_flight(model):
     """Drops the first block and begins to read it again; the read is held."""
-    streamer_of(model).regions.drop(0)
+    streamer_of(model).buffers.drop(0)
     hold = Hold(model)
-    assert streamer_of(model).regions.start(0, [])
+    assert streamer_of(model).buffers.start(0, [])
     assert hold.began.wait(20)
     return hold
 
