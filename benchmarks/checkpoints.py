@@ -55,7 +55,7 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> P
         The checkpoint's folder.
 
     Raises:
-        SetupError: The disk has too little room; nothing was written.
+        SetupError: The disk has too little room. Nothing was written.
         CheckpointError: A file could not be written.
     """
     return probe_models.make_checkpoint(folder, architecture, LAYOUTS[weights])

@@ -99,9 +99,9 @@ def _rebuild(cls: type[HfqError], state: dict) -> HfqError:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The hint `; did you mean 'x'?` for a mistyped `name`, or nothing where no name is close."""
+    """Returns the sentence ` Did you mean 'x'?` for a mistyped name, or "" if no name is close."""
     close = difflib.get_close_matches(str(name), list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def raise_first(errors: Iterable[HfqError]) -> None:

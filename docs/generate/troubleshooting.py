@@ -20,7 +20,7 @@ Made by `make docs` from the sources; a test compares the two. Every error that 
 ```
 PlacementError: device_map has a key that matches nothing in the model; nothing was loaded.
   expected: names of modules
-  - 'model.layer.1'; did you mean 'model.layers.1'?
+  - 'model.layer.1'. Did you mean 'model.layers.1'?
 Fix: correct these keys
 ```
 

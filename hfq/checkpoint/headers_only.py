@@ -64,7 +64,7 @@ class HeadersOnlyCheckpoint:
                     stream.truncate(size)
         except OSError as error:
             raise CheckpointError(
-                "A folder for the headers of a checkpoint could not be written; nothing was planned.",
+                "A folder for the headers of a checkpoint could not be written. Nothing was planned.",
                 file=folder,
                 expected="a writable folder on a file system with sparse files",
                 found=error.strerror,
@@ -109,7 +109,7 @@ def check_has_weights(root: str | os.PathLike) -> None:
     """
     if os.path.lexists(os.path.join(root, MARKER)):
         raise CheckpointError(
-            "This folder has the headers of a checkpoint and no weights; nothing was loaded.",
+            "This folder has the headers of a checkpoint and no weights. Nothing was loaded.",
             file=root,
             expected="weights",
             found=MARKER,

@@ -254,7 +254,7 @@ def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index:
     ]
     if problems:
         raise CheckpointError(
-            "The index and the shards disagree; nothing was loaded.",
+            "The index and the shards disagree. Nothing was loaded.",
             file=index,
             problems=problems,
             fix="download the checkpoint again",

@@ -86,7 +86,7 @@ class Reader:
         descriptor, pending = self.descriptor(source.file), [target for target in targets if target.nbytes]
         if sum(target.nbytes for target in pending) != source.nbytes:
             raise CheckpointError(
-                "A range does not fit the memory it is read into; nothing was read.",
+                "A range does not fit the memory it is read into. Nothing was read.",
                 file=source.file,
                 expected=f"{source.nbytes} bytes",
                 found=f"{sum(target.nbytes for target in pending)} bytes",

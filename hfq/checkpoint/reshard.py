@@ -124,7 +124,7 @@ def _check_copy(folder: Path, source: Checkpoint) -> None:
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())
         raise CheckpointError(
-            "The packed copy does not read back as it was written; nothing was left behind.",
+            "The packed copy does not read back as it was written. Nothing was left behind.",
             tensor=name,
             expected=expected.get(name),
             found=found.get(name),

@@ -185,7 +185,7 @@ def _open_own(path: Path, flags: int) -> int:
 
 def _foreign(path: Path, found: object, expected: object = None) -> PlacementError:
     return PlacementError(
-        "The shared memory of this checkpoint cannot be used; nothing was loaded.",
+        "The shared memory of this checkpoint cannot be used. Nothing was loaded.",
         file=path,
         found=found,
         expected=expected or f"a regular file of user {os.getuid()}, mode -rw-------",

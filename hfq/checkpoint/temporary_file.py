@@ -68,7 +68,7 @@ class TemporaryFile:
 
     def _failed(self, why: str | None) -> CheckpointError:
         return CheckpointError(
-            "Packed layers could not be written; nothing was loaded.",
+            "Packed layers could not be written. Nothing was loaded.",
             file=self.label,
             expected=f"{self.nbytes:,} bytes of room",
             found=why,
@@ -87,7 +87,7 @@ def _on_disk(folder: str, nbytes: int) -> int:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise CheckpointError(
-            "The disk has too little room for the layers that are packed while loading; nothing was loaded.",
+            "The disk has too little room for the layers that are packed while loading. Nothing was loaded.",
             file=folder,
             expected=f"{nbytes:,} bytes",
             found=f"{free:,} bytes free",

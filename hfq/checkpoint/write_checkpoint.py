@@ -116,7 +116,7 @@ def write_folder(
             os.rename(folder, target)
     except OSError as error:
         raise CheckpointError(
-            "The new checkpoint could not be written; nothing was left behind.",
+            "The new checkpoint could not be written. Nothing was left behind.",
             file=target,
             expected=f"{needed} bytes of free space in a writable folder",
             found=f"{error.strerror}; {free} bytes were free",
@@ -150,7 +150,7 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
             else "a file"
         )
         raise CheckpointError(
-            "The folder of the new checkpoint is taken; nothing was written.",
+            "The folder of the new checkpoint is taken. Nothing was written.",
             file=target,
             expected="nothing, or an empty folder",
             found=found,
@@ -158,7 +158,7 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
         )
     if not target.parent.is_dir():
         raise CheckpointError(
-            "The new checkpoint has no folder to be in; nothing was written.",
+            "The new checkpoint has no folder to be in. Nothing was written.",
             file=target,
             expected=f"the folder {target.parent}",
             found="no such folder",
@@ -235,7 +235,7 @@ def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
                     status = os.fstat(stream.fileno())
             except OSError as error:
                 raise CheckpointError(
-                    "A file of the checkpoint's folder cannot be copied; nothing was written.",
+                    "A file of the checkpoint's folder cannot be copied. Nothing was written.",
                     file=path,
                     expected="a readable file",
                     found=error.strerror,
@@ -290,7 +290,7 @@ def _made(part: Made, name: str) -> memoryview:
     data = part.make()
     if data.nbytes != part.nbytes:
         raise CheckpointError(
-            "A tensor was made of another size than its header says; nothing was left behind.",
+            "A tensor was made of another size than its header says. Nothing was left behind.",
             file=name,
             expected=f"{part.nbytes} bytes",
             found=f"{data.nbytes} bytes",

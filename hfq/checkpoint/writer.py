@@ -77,7 +77,7 @@ def write_safetensors(
         _replace(path, [struct.pack("<Q", len(raw)), raw, *(data for _, _, data in tensors.values())])
     except OSError as error:
         raise CheckpointError(
-            "The checkpoint file could not be written; nothing was left behind.",
+            "The checkpoint file could not be written. Nothing was left behind.",
             file=path,
             found=error.strerror,
             expected=f"{8 + len(raw) + end} bytes of free space in a writable folder",
@@ -105,7 +105,7 @@ def _unwritable(
     path: Path, why: str, expected: object, found: object, tensor: str | None = None
 ) -> CheckpointError:
     return CheckpointError(
-        f"The tensors cannot be stored so; nothing was written: {why}",
+        f"The tensors cannot be stored so. Nothing was written: {why}",
         file=path,
         tensor=tensor,
         expected=expected,

@@ -81,7 +81,7 @@ def convert_checkpoint(
     variant = TARGET_FORMATS.get(to)
     if variant is None:
         raise SetupError(
-            f"hfq does not convert to {to!r}{nearest(to, TARGET_FORMATS)}.",
+            f"hfq does not convert to {to!r}.{nearest(to, TARGET_FORMATS)}",
             expected=", ".join(TARGET_FORMATS),
             found=to,
             fix="correct --to",
@@ -131,7 +131,7 @@ def _check_source(
             )
     if all(variant.is_source(layer.weight_format, method) for layer in layers.values()):
         raise SetupError(
-            f"The checkpoint is {variant.name} already; nothing was written.",
+            f"The checkpoint is {variant.name} already. Nothing was written.",
             file=source.root,
             expected="another format",
             found=next(iter(layers.values())).weight_format.describe(),
@@ -258,7 +258,7 @@ def _check_written(
 
 def _unlike(tensor: str | None, expected: object, found: object) -> CheckpointError:
     return CheckpointError(
-        "The new checkpoint does not read back as it was written; nothing was left behind.",
+        "The new checkpoint does not read back as it was written. Nothing was left behind.",
         tensor=tensor,
         expected=expected,
         found=found,

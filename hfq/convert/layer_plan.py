@@ -95,7 +95,7 @@ def exact_cast(module: str, local: str, values: torch.Tensor, dtype: torch.dtype
 def refusal(tensor: str, expected: str, found: str, fix: str) -> FormatError:
     """The error of a layer that the target dialect cannot hold without loss."""
     return FormatError(
-        "The checkpoint cannot be converted without loss; nothing was written.",
+        "The checkpoint cannot be converted without loss. Nothing was written.",
         tensor=tensor,
         expected=expected,
         found=found,

@@ -43,7 +43,7 @@ def _refuse_halves(checkpoint: Checkpoint, modules: Mapping[str, object]) -> Non
     name = next((module for module in modules if re.search(r"\.experts\.\d+\.gate_proj$", module)), None)
     if name is not None:
         raise FormatError(
-            "gptqmodel cut the experts of this checkpoint in halves, across gate and up channels; nothing "
+            "gptqmodel cut the experts of this checkpoint in halves, across gate and up channels. Nothing "
             "was written.",
             file=checkpoint.root,
             tensor=name,
@@ -72,7 +72,7 @@ def check_equal(first: SourceLayer, second: SourceLayer) -> None:
         is_equal = is_equal and torch.equal(*(panel.view(torch.int32) for panel in panels))
     if not is_equal:
         raise CheckpointError(
-            "A layer that was read back is not the source's; nothing was left behind.",
+            "A layer that was read back is not the source's. Nothing was left behind.",
             tensor=first.module,
             expected=first.weight_format.describe(),
             found=second.weight_format.describe(),
@@ -110,7 +110,7 @@ def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Re
             spec is None or info is None or info.dtype not in spec.dtypes or info.shape != spec.shape
         ):
             raise FormatError(
-                "A tensor of a packed layer is not what its dialect has there; nothing was written.",
+                "A tensor of a packed layer is not what its dialect has there. Nothing was written.",
                 tensor=f"{name}.{local}",
                 expected=spec if spec is not None else f"no such tensor beside {found.describe()}",
                 found=info or "nothing",

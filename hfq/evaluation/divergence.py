@@ -117,7 +117,7 @@ def _slabs(*logits: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
             if not torch.isfinite(part).all():
                 bad = int((~torch.isfinite(part)).sum())
                 raise CheckpointError(
-                    "The model's logits are not finite; nothing was scored.",
+                    "The model's logits are not finite. Nothing was scored.",
                     expected="finite logits",
                     found=f"{bad} of {part.numel()} logits NaN or infinite",
                     fix="the checkpoint is damaged, or its dtype too narrow: try --dtype float32, or run "

@@ -44,7 +44,7 @@ def as_device_map(placement: str | dict | None) -> Any:
     word = placement.partition(":")[0]
     if word not in _WORDS:
         raise SetupError(
-            f"There is no placement {placement!r}{nearest(word, _WORDS)}.",
+            f"There is no placement {placement!r}.{nearest(word, _WORDS)}",
             found=placement,
             expected="cpu, disk, auto, cuda:0, or a device map in JSON",
             fix="correct it",
@@ -77,7 +77,7 @@ def load_model(
 
     if dtype != "auto" and dtype not in DTYPES:
         raise SetupError(
-            f"There is no dtype {dtype!r}{nearest(dtype, DTYPES)}.",
+            f"There is no dtype {dtype!r}.{nearest(dtype, DTYPES)}",
             expected=f"auto, {', '.join(DTYPES)}",
             found=dtype,
             fix="correct the dtype",

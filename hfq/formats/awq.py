@@ -113,7 +113,7 @@ class Awq(AwqShards, AwqOrder):
         zeros_name = "scaled_zeros" if "scaled_zeros" in tensors else "qzeros"
         if bits != 4 and version != "gemm":
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
                 file=qweight.range.file,
                 tensor=qweight.name,
                 expected=f"{bits} bits, as config.json says",
@@ -306,7 +306,7 @@ def _names_gemv(module: str, scales: TensorInfo, config: Mapping) -> bool:
     version = config.get("version") or config.get("checkpoint_format") or config.get("format")
     if version is None:
         raise FormatError(
-            f"Whether {module} is AWQ gemm or gemv cannot be told; nothing was loaded.",
+            f"Whether {module} is AWQ gemm or gemv cannot be told. Nothing was loaded.",
             file=scales.range.file,
             tensor=scales.name,
             expected="version in quantization_config",
@@ -326,7 +326,7 @@ def _read_bits(module: str, config: Mapping) -> int:
         "llm-awq",
     ):
         raise FormatError(
-            f"version={version!r} is an AWQ layout that hfq does not read; nothing was loaded.",
+            f"version={version!r} is an AWQ layout that hfq does not read. Nothing was loaded.",
             tensor=module,
             file="config.json",
             expected="gemm, gemv, gemv_fast or llm-awq",
@@ -351,7 +351,7 @@ def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | N
     fitting = sorted(size for size in sizes if zeros_width(in_features, size) == width)
     if len(fitting) != 1:
         raise FormatError(
-            f"The group size of an AWQ {version} layer cannot be told; nothing was loaded.",
+            f"The group size of an AWQ {version} layer cannot be told. Nothing was loaded.",
             file=scales.range.file,
             tensor=scales.name,
             expected="group_size in quantization_config",

@@ -197,7 +197,7 @@ class Format(ABC):
             FormatError: The dialect cannot be cut, or not there.
         """
         raise FormatError(
-            f"hfq does not cut {self.describe()} layers for tensor parallelism; nothing was loaded.",
+            f"hfq does not cut {self.describe()} layers for tensor parallelism. Nothing was loaded.",
             found=f"{part}",
             expected="a dialect whose layers can be cut (docs/tensor_parallel.md)",
             fix="use device_map in place of tp_plan",
@@ -219,7 +219,7 @@ class Format(ABC):
             FormatError: The dialect cannot be reordered without other codes.
         """
         raise FormatError(
-            f"hfq does not reorder the rows of {self.describe()} layers; nothing was loaded.",
+            f"hfq does not reorder the rows of {self.describe()} layers. Nothing was loaded.",
             found=self.describe(),
             expected="a dialect whose rows can be reordered (docs/fms.md)",
             fix="load the checkpoint with transformers",
@@ -253,7 +253,7 @@ def bounded_int(
         return default
     if type(value) is not int or not allowed(value):
         raise FormatError(
-            f"quantization_config says {key}={value!r} for {module or 'the model'}; nothing was loaded.",
+            f"quantization_config says {key}={value!r} for {module or 'the model'}. Nothing was loaded.",
             file="config.json",
             expected=what,
             found=repr(value),

@@ -102,7 +102,7 @@ class BnbInt8(ScaledCodes):
         layout = int(tensors["weight_format"].reshape(-1)[0]) if "weight_format" in tensors else 0
         if layout != 0:
             raise FormatError(
-                "An int8 weight of bitsandbytes lies in tiles, which hfq does not read; nothing was loaded.",
+                "An int8 weight of bitsandbytes lies in tiles, which hfq does not read. Nothing was loaded.",
                 tensor=f"{module}.weight_format",
                 expected="0 (row)",
                 found=f"{layout} (col32, turing or ampere tiles)",
@@ -124,7 +124,7 @@ def _read_scheme(config: Mapping) -> ActivationScheme:
         or not 0 <= threshold < float("inf")
     ):
         raise FormatError(
-            f"quantization_config says llm_int8_threshold={threshold!r}; nothing was loaded.",
+            f"quantization_config says llm_int8_threshold={threshold!r}. Nothing was loaded.",
             file="config.json",
             expected="a number, 0 or more",
             found=repr(threshold),
@@ -198,7 +198,7 @@ class Bnb4Bit(Format):
             is_named and hinted in ("nf4", "fp4") and hinted != quant_type
         ):
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
                 file=weight.range.file,
                 tensor=f"{module}.{state}",
                 expected="nf4 or fp4, as config.json says",
@@ -275,7 +275,7 @@ class Bnb4Bit(Format):
             wrong.append(f"nested_offset: expected a number, found {offset!r}")
         if wrong:
             raise FormatError(
-                "The quantization state of a layer contradicts its tensors; nothing was loaded.",
+                "The quantization state of a layer contradicts its tensors. Nothing was loaded.",
                 problems=wrong,
                 tensor=f"{module}.{_STATE}{self.quant_type}",
                 fix="the checkpoint is damaged, or of another model: download it again",
@@ -353,7 +353,7 @@ class Bnb4Bit(Format):
                 raise ValueError(f"a {type(state).__name__}")
         except (ValueError, RecursionError) as error:
             raise FormatError(
-                "The quantization state of a layer cannot be read; nothing was loaded.",
+                "The quantization state of a layer cannot be read. Nothing was loaded.",
                 tensor=f"{module}.{name}",
                 expected="a JSON object",
                 found=error,

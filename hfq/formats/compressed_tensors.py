@@ -92,7 +92,7 @@ class IntQuantized(ScaledCodes):
         )
         if hinted and hinted > 0 and weight.shape[1] != hinted * groups:
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
                 file=weight.range.file,
                 tensor=f"{module}.weight_scale",
                 expected=f"groups of {hinted}",
@@ -260,7 +260,7 @@ class PackQuantized(PackShards, PackOrder):
         stored = tensors["weight_shape"].tolist() if "weight_shape" in tensors else list(self.size)
         if stored != list(self.size):
             raise FormatError(
-                "The stored shape of a layer is not its shape in the model; nothing was loaded.",
+                "The stored shape of a layer is not its shape in the model. Nothing was loaded.",
                 tensor=f"{module}.weight_shape",
                 expected=list(self.size),
                 found=stored,

@@ -200,7 +200,7 @@ class Fp8(Fp8Shards, Fp8Order):
             and not bool((torch.frexp(scale)[0].abs() == 0.5).all())
         ):
             raise FormatError(
-                "A scale is no power of two, which the config calls all of them; nothing was loaded.",
+                "A scale is no power of two, which the config calls all of them. Nothing was loaded.",
                 tensor=f"{module}.{self.scale_name}",
                 found=scale.flatten()[:4].tolist(),
                 expected="powers of two, as U8 or F8_E8M0 or the same values as floats",
@@ -209,7 +209,7 @@ class Fp8(Fp8Shards, Fp8Order):
         undeclared = self.scale_name == "weight_scale_inv" and not self.reciprocal and not self.is_declared
         if undeclared and float(scale.median()) > 1 and self.strategy != "channel":
             raise FormatError(
-                "Whether the scales of a layer multiply or divide cannot be told; nothing was loaded.",
+                "Whether the scales of a layer multiply or divide cannot be told. Nothing was loaded.",
                 tensor=f"{module}.{self.scale_name}",
                 expected="scales below 1, or weight_scale_semantics in quantization_config",
                 found=f"a median of {float(scale.median()):g}",
@@ -282,7 +282,7 @@ class Fp8(Fp8Shards, Fp8Order):
             group_size = hints.group_size or -(-in_features // grid[1])
             if in_features != group_size * grid[1] and -(-in_features // group_size) == grid[1]:
                 raise FormatError(
-                    f"The groups of {module} do not divide its input; nothing was loaded.",
+                    f"The groups of {module} do not divide its input. Nothing was loaded.",
                     file=scale.range.file,
                     tensor=scale.name,
                     expected=f"groups of {group_size} in {in_features} channels",
@@ -294,7 +294,7 @@ class Fp8(Fp8Shards, Fp8Order):
         shape = scale.shape if is_grid_of_4 else None
         if is_grid_of_4 and grid != _grid(out_features, in_features, block):
             raise FormatError(
-                f"The scale grid of {module} does not match its weight; nothing was loaded.",
+                f"The scale grid of {module} does not match its weight. Nothing was loaded.",
                 file=scale.range.file,
                 tensor=f"{module}.{scale.name.rpartition('.')[2]}",
                 found=str(scale),

@@ -137,7 +137,7 @@ class Gptq(GptqShards, GptqOrder):
         stored = stored_bits(tensors, allowed)
         if stored is not None and hinted is not None and stored != hinted:
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
                 file=tensors["qweight"].range.file,
                 tensor=f"{module}.qzeros",
                 expected=f"{hinted} bits, as config.json says",

@@ -113,7 +113,7 @@ class Hqq(Format):
         ]
         if nested or packed.dtype not in ("U8", "I32", *FLOATS):
             raise FormatError(
-                "An HQQ layer of a kind that hfq does not read; nothing was loaded.",
+                "An HQQ layer of a kind that hfq does not read. Nothing was loaded.",
                 file=packed.range.file,
                 tensor=packed.name,
                 expected="codes in U8, I32 or floats, with plain scales",
@@ -213,7 +213,7 @@ class Hqq(Format):
             wrong.append(f"nbits: expected {self.num_bits}, found {nbits:g}")
         if wrong:
             raise FormatError(
-                "What an HQQ layer says of itself contradicts its tensors; nothing was loaded.",
+                "What an HQQ layer says of itself contradicts its tensors. Nothing was loaded.",
                 tensor=f"{module}.W_q",
                 problems=wrong,
                 fix="quantize the model again with quant_zero=False and quant_scale=False",

@@ -152,8 +152,8 @@ def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
     if kind.startswith("mx_int") or says_float:
         return kind.startswith("mx_int")
     raise FormatError(
-        "The config does not say whether 4-bit codes are MXFP4 or MXINT4, whose tensors look the same; "
-        "nothing was loaded.",
+        "The config does not say whether 4-bit codes are MXFP4 or MXINT4, whose tensors look the same. "
+        "Nothing was loaded.",
         file=codes.range.file,
         tensor=codes.name,
         expected="data_type, or a format, in quantization_config",

@@ -59,7 +59,7 @@ class QuantoBytes(ScaledCodes):
             return None
         if codes.dtype not in ("I8", "F8_E4M3", "F8_E5M2"):
             raise FormatError(
-                "A tensor of optimum-quanto is of a kind that hfq does not read; nothing was loaded.",
+                "A tensor of optimum-quanto is of a kind that hfq does not read. Nothing was loaded.",
                 file=codes.range.file,
                 tensor=codes.name,
                 expected="I8, F8_E4M3 or F8_E5M2",
@@ -212,7 +212,7 @@ def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[st
     named = _qmap_entry(module, config).get("weights")
     if named is not None and named not in kinds:
         raise FormatError(
-            f"quanto_qmap.json contradicts the tensors of {module}; nothing was loaded.",
+            f"quanto_qmap.json contradicts the tensors of {module}. Nothing was loaded.",
             file=codes.range.file,
             tensor=codes.name,
             expected=f"weights of {named!r}",

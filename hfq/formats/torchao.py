@@ -72,7 +72,7 @@ class Torchao(ScaledCodes):
         codes, scale, zero = (tensors.get(_PREFIX + part) for part in _PARTS[:3])
         if kind not in _TYPES or (codes is not None and codes.dtype not in _TYPES[kind]):
             raise FormatError(
-                "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.",
+                "A tensor of torchao is of a kind that hfq does not read. Nothing was loaded.",
                 file=file,
                 tensor=codes.name if codes is not None else module,
                 expected=" or ".join(_TYPES),
@@ -85,7 +85,7 @@ class Torchao(ScaledCodes):
         block = data.get("block_size") if isinstance(data, Mapping) else None
         if codes is not None and scale is not None and not _fits(block, codes.shape, scale.shape):
             raise FormatError(
-                f"The metadata of {module}.weight contradicts its tensors; nothing was loaded.",
+                f"The metadata of {module}.weight contradicts its tensors. Nothing was loaded.",
                 file=file,
                 tensor=scale.name,
                 expected=f"scales of blocks {block}",
@@ -126,7 +126,7 @@ def _read_schema(module: str, config: Mapping, file: str) -> Mapping:
         schema = None
     if not isinstance(schema, Mapping):
         raise FormatError(
-            "A file of torchao has lost its metadata; nothing was loaded.",
+            "A file of torchao has lost its metadata. Nothing was loaded.",
             file=file,
             tensor=f"{module}.weight",
             expected=f'an entry "{module}.weight" in __metadata__',

@@ -137,7 +137,7 @@ def check_kernel(preference: str) -> None:
     names = ["auto", *KERNELS]
     if not isinstance(preference, str) or preference not in names:
         raise SetupError(
-            f"There is no kernel {preference!r}{nearest(str(preference), names)}.",
+            f"There is no kernel {preference!r}.{nearest(str(preference), names)}",
             expected=" or ".join(map(repr, names)),
             found=repr(preference),
             fix='pass kernel="auto"',

@@ -65,7 +65,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """
     raise_first(
         SetupError(
-            f"from_pretrained({name}=…) cannot be used with HfqConfig; nothing was loaded.",
+            f"from_pretrained({name}=…) cannot be used with HfqConfig. Nothing was loaded.",
             found=name,
             expected=f"no {name}",
             fix=fix,
@@ -76,7 +76,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     device_map = kwargs.get("device_map")
     if kwargs.get("max_memory") is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):
         raise SetupError(
-            "from_pretrained(max_memory=…) limits nothing without an automatic device_map; nothing was "
+            "from_pretrained(max_memory=…) limits nothing without an automatic device_map. Nothing was "
             "loaded.",
             expected=f"device_map={AUTOMATIC[0]!r}",
             found=f"device_map={device_map!r}"[:80],
@@ -86,7 +86,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
         isinstance(device_map, bool) or not isinstance(device_map, (str, int, dict, torch.device))
     ):
         raise PlacementError(
-            "device_map is of a type that means nothing; nothing was loaded.",
+            "device_map is of a type that means nothing. Nothing was loaded.",
             found=repr(device_map)[:80],
             expected='"auto", a device, or a dict',
             fix='pass {"": "cpu"} or another dict',
@@ -95,7 +95,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
         check_device(device_map)
         if device_map == "disk":
             raise PlacementError(
-                "device_map='disk' is not one of transformers' names; nothing was loaded.",
+                "device_map='disk' is not one of transformers' names. Nothing was loaded.",
                 found="'disk'",
                 expected="a dict",
                 fix='pass {"": "disk"}',
@@ -139,7 +139,7 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
             "The checkpoint has no config.json.",
             file=folder,
             expected="config.json beside the weights",
-            found=", ".join(found) + nearest("config.json", found),
+            found=", ".join(found) + "." + nearest("config.json", found),
             fix="download config.json of this model into the folder",
         )
     return checkpoint
@@ -200,7 +200,7 @@ def _is_possible(key: str, value: object, bound: int) -> bool:
 
 def _impossible(checkpoint: Checkpoint, key: str, value: object, expected: str) -> FormatError:
     return FormatError(
-        f"config.json says {key}={value!r}, which this checkpoint cannot hold; nothing was loaded.",
+        f"config.json says {key}={value!r}, which this checkpoint cannot hold. Nothing was loaded.",
         file=Path(checkpoint.root) / "config.json",
         expected=expected,
         found=repr(value),

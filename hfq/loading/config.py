@@ -177,7 +177,7 @@ OPTIONS = (
 def _check_known(others: Mapping[str, Any]) -> None:
     for name in others:
         raise SetupError(
-            f"HfqConfig has no option {name!r}{nearest(name, OPTIONS)}.",
+            f"HfqConfig has no option {name!r}.{nearest(name, OPTIONS)}",
             expected=", ".join(OPTIONS),
             found=name,
             fix="remove or correct the option",
@@ -203,7 +203,7 @@ def _choice(name: str, value: Any) -> Any:
     choices = get_args(_CHOICES[name])
     if not isinstance(value, str) or value not in choices:
         raise SetupError(
-            f"{name}={value!r} is not valid{nearest(str(value), choices)}.",
+            f"{name}={value!r} is not valid.{nearest(str(value), choices)}",
             expected=" or ".join(map(repr, choices)),
             found=repr(value),
             fix="use one of these values",

@@ -317,7 +317,7 @@ class ModelLoader(LoadState):
         offloaded = {device for device in self.devices.values() if device in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
             raise PlacementError(
-                "hfq cannot offload a model that is spread over several accelerators yet; nothing was "
+                "hfq cannot offload a model that is spread over several accelerators yet. Nothing was "
                 "loaded.",
                 expected="one accelerator with cpu and disk, or several accelerators alone",
                 found=", ".join(sorted(accelerators | offloaded)),

@@ -57,7 +57,7 @@ def exchange(value: Any) -> list[Any]:
     return found
 
 
-def raise_together(error: Exception | None, outcome: str = "nothing was loaded") -> None:
+def raise_together(error: Exception | None, outcome: str = "Nothing was loaded") -> None:
     """Ends all ranks where one of them failed, so that none waits for another; all ranks must call it.
 
     Args:
@@ -131,11 +131,11 @@ def _failure(error: Exception) -> _Failure:
     return _Failure(str(error), getattr(error, "fix", "see the error of that rank"))
 
 
-def _check_others(found: list[Any], outcome: str = "nothing was loaded") -> None:
+def _check_others(found: list[Any], outcome: str = "Nothing was loaded") -> None:
     for rank, failure in enumerate(found):
         if isinstance(failure, _Failure):
             raise PlacementError(
-                f"Another rank of this run failed; {outcome}.",
+                f"Another rank of this run failed. {outcome}.",
                 rank=rank,
                 found=failure.text.replace("\n", "; "),
                 expected="ranks that all do their parts",

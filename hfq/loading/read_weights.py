@@ -193,7 +193,7 @@ def _planned(
         return ModuleRead(name, device, "read", f"moved to {device} from a staging buffer", infos, device)
     if cpu_memory == "mmap" and not is_aligned:
         raise PlacementError(
-            "A packed row cannot be used where it lies in the file; nothing was loaded.",
+            "A packed row cannot be used where it lies in the file. Nothing was loaded.",
             tensor=name,
             file=next(iter(infos.values())).range.file,
             expected="tensors aligned to their own dtype",
@@ -257,7 +257,7 @@ class _Filler:
         )
         if shared is None and buffer.nbytes and self._loading.config.cpu_memory == "shared":
             raise PlacementError(
-                "The rows cannot be kept in shared memory; nothing was loaded.",
+                "The rows cannot be kept in shared memory. Nothing was loaded.",
                 file="/dev/shm",
                 found="no room, or no shared memory",
                 expected=f"{buffer.nbytes} free bytes",

@@ -44,7 +44,7 @@ def check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
     """AutoGPTQ writes zeros beside layers that have no bias; anything else there is another model's."""
     if bias is not None and not is_expected and bool(bias.any()):
         raise FormatError(
-            "A bias is stored beside a layer that has none; nothing was loaded.",
+            "A bias is stored beside a layer that has none. Nothing was loaded.",
             tensor=f"{name}.bias",
             expected="no bias, or zeros",
             found=f"amplitudes up to {float(bias.abs().max()):g}",
@@ -56,7 +56,7 @@ def open_files(files: list[str] | None) -> Checkpoint:
     foreign = [file for file in files or () if not file.endswith(".safetensors")]
     if not files or foreign:
         raise FormatError(
-            "The checkpoint is not safetensors; nothing was loaded.",
+            "The checkpoint is not safetensors. Nothing was loaded.",
             file=foreign[0] if foreign else None,
             expected="*.safetensors",
             found=", ".join(foreign) or "no files",
@@ -79,9 +79,9 @@ def check_not_converted(names: list[str] | None, match: CheckpointMatch, model: 
             if any(module == i or module.startswith(f"{i}.") for i in inside)
         ]
         if not inside or quantized:
-            what = "is stored packed" if quantized else f"matches nothing in the model{nearest(name, known)}"
+            what = "is stored packed" if quantized else f"matches nothing in the model.{nearest(name, known)}"
             raise SetupError(
-                f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.",
+                f"modules_to_not_convert names {name!r}, which {what}. Nothing was loaded.",
                 found=", ".join(quantized[:5]) or name,
                 expected="modules that the checkpoint stores as floats",
                 fix="remove it from modules_to_not_convert",
@@ -95,8 +95,8 @@ def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
     for name in sorted(offloaded):
         if name in match.merged:
             raise PlacementError(
-                "device_map offloads a parameter that the checkpoint stores in parts or in another layout; "
-                "nothing was loaded.",
+                "device_map offloads a parameter that the checkpoint stores in parts or in another layout. "
+                "Nothing was loaded.",
                 tensor=name,
                 expected="a home where it computes",
                 found=", ".join(match.merged[name][:4]),
@@ -110,7 +110,7 @@ def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[
         found = {devices[f"{name}.{local}"] for local in module.infos}
         if len(found) > 1:
             raise PlacementError(
-                "device_map splits a packed layer; nothing was loaded.",
+                "device_map splits a packed layer. Nothing was loaded.",
                 tensor=name,
                 expected="one home for all its tensors",
                 found=", ".join(sorted(found)),

@@ -139,7 +139,7 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
         The checkpoint's folder.
 
     Raises:
-        SetupError: The disk has too little room; nothing was written.
+        SetupError: The disk has too little room. Nothing was written.
         CheckpointError: A file could not be written.
     """
     path = folder / f"llama-{architecture.hidden}x{architecture.layers}-{weights.name}"
@@ -151,7 +151,7 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
     needed, free = sum(tensor.nbytes for tensor in planned.values()), shutil.disk_usage(path).free
     if free < 1.05 * needed:
         raise SetupError(
-            "The disk has too little room for a checkpoint to measure with; nothing was written.",
+            "The disk has too little room for a checkpoint to measure with. Nothing was written.",
             file=path,
             expected=f"{1.05 * needed:,.0f} bytes",
             found=f"{free:,} bytes free",

@@ -139,8 +139,8 @@ def plan_devices(
     helping = [way for way in ways if isinstance(_plan(units, way, main, expert_cache_nbytes), Budget)]
     distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
     raise PlacementError(
-        f"max_memory is too small on {planned.device} for this model, even if all is streamed that can be; "
-        f"nothing was loaded.",
+        f"max_memory is too small on {planned.device} for this model, even if all is streamed that can be. "
+        f"Nothing was loaded.",
         expected=f"at least {planned.needed:,} B on {planned.device} ({planned.what})",
         found=f"{capacities.get(planned.device, 0):,} B",
         fix=f"pass {', or '.join(distinct)}, if the machine has that much",

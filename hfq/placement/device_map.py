@@ -57,16 +57,16 @@ def resolve_devices(
     unknown = [str(key) for key in devices if key not in known]
     if unknown:
         raise PlacementError(
-            "device_map has a key that matches nothing in the model; nothing was loaded.",
+            "device_map has a key that matches nothing in the model. Nothing was loaded.",
             expected="names of modules",
-            problems=[f"{key!r}{nearest(key, known)}" for key in unknown],
+            problems=[f"{key!r}.{nearest(key, known)}" for key in unknown],
             fix="correct these keys",
         )
     resolved = {name: _device(name, devices) for name in names}
     uncovered = [name for name, device in resolved.items() if device is None]
     if uncovered:
         raise PlacementError(
-            "device_map leaves a part of the model out; nothing was loaded.",
+            "device_map leaves a part of the model out. Nothing was loaded.",
             expected="a home for every tensor",
             problems=uncovered,
             fix='add these modules, or a default: {"": "cpu", …}',
@@ -92,14 +92,14 @@ def check_device(value: Any, key: str = "") -> str:
         hint = nearest(value, choices) if isinstance(value, str) else ""
         where = f" for {key!r}" if key else ""
         raise PlacementError(
-            f"device_map names no device{where}{hint}; nothing was loaded.",
+            f"device_map names no device{where}.{hint} Nothing was loaded.",
             found=repr(value),
             expected='"cpu", "disk", the number of a GPU, or a torch device',
             fix="correct this value",
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise PlacementError(
-            "device_map names a GPU that this machine does not have; nothing was loaded.",
+            "device_map names a GPU that this machine does not have. Nothing was loaded.",
             found=repr(value),
             expected=f"one of {torch.cuda.device_count()} CUDA devices",
             fix='use "cpu" or "disk", or check the driver',
@@ -122,7 +122,7 @@ def check_present(devices: Iterable[str]) -> None:
         kind = device.partition(":")[0]
         if kind not in ("cpu", "disk") and (found is None or found.type != kind):
             raise PlacementError(
-                "device_map names an accelerator that this machine does not have; nothing was loaded.",
+                "device_map names an accelerator that this machine does not have. Nothing was loaded.",
                 found=repr(device),
                 expected='"cpu", "disk", or an accelerator that torch finds',
                 fix='use "cpu" or "disk", or check the driver',

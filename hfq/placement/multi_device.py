@@ -52,7 +52,7 @@ def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
             break
     else:
         raise PlacementError(
-            "The model does not fit these accelerators together; nothing was loaded.",
+            "The model does not fit these accelerators together. Nothing was loaded.",
             expected=f"at least {sum(sizes):,} B of room",
             found=f"{sum(max(room, 0) for room in rooms.values()):,} B beside activations of {activations:,} "
             f"B on each",

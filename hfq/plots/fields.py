@@ -70,7 +70,7 @@ class Fields:
         place = ".".join(part for part in (self.where, name) if part) or "the whole file"
         shown = "nothing" if found is None else f"{type(found).__name__} {str(found)[:60]}"
         return SetupError(
-            f"{place} of this file is not what it should be; nothing was drawn.",
+            f"{place} of this file is not what it should be. Nothing was drawn.",
             file=self.file,
             expected=expected,
             found=shown,

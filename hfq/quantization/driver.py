@@ -72,7 +72,7 @@ def quantize(
 
     Raises:
         SetupError: The recipe or the calibration data is unusable, or another job was begun for this folder.
-        FormatError: The model is quantized already, or the format cannot hold a layer; nothing was written.
+        FormatError: The model is quantized already, or the format cannot hold a layer. Nothing was written.
         CheckpointError: The checkpoint is damaged, or the output cannot be written.
     """
     recipe = _as_recipe(recipe)
@@ -267,7 +267,7 @@ class _Job:
             info = self.source.stored(f"{name}.weight")
             if not info.name.endswith("weight"):
                 raise FormatError(
-                    "A layer is stored in a way that cannot be quantized; nothing was written.",
+                    "A layer is stored in a way that cannot be quantized. Nothing was written.",
                     tensor=info.name,
                     expected="a tensor named …weight",
                     found=str(info),
@@ -339,7 +339,7 @@ def _check_room(target: Path, nbytes: int) -> None:
     there = sum(file.stat().st_size for file in begun.glob("*.safetensors")) if begun.is_dir() else 0
     if free + there < nbytes:
         raise CheckpointError(
-            "The disk has too little room for the quantized checkpoint; nothing was written.",
+            "The disk has too little room for the quantized checkpoint. Nothing was written.",
             file=target,
             expected=f"{nbytes:,} bytes",
             found=f"{free:,} bytes free",

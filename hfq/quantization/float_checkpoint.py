@@ -45,7 +45,7 @@ class Source:
     def __init__(self, path: Any) -> None:
         root = loader_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
-        check_floats(self.checkpoint, "nothing was written")
+        check_floats(self.checkpoint, "Nothing was written")
         with untouched_buffers():
             self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32

@@ -120,7 +120,7 @@ class Journal:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SetupError(
-                f"Another process is quantizing into {self.target}; nothing was changed.",
+                f"Another process is quantizing into {self.target}. Nothing was changed.",
                 file=self.folder,
                 expected="one process for each folder",
                 found="a folder that is locked",
@@ -136,7 +136,7 @@ class Journal:
             found = json.loads((self.folder / _NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                "The journal of a quantization that was begun cannot be read; nothing was changed.",
+                "The journal of a quantization that was begun cannot be read. Nothing was changed.",
                 file=self.folder / _NAME,
                 expected="what hfq wrote",
                 found=error,
@@ -147,7 +147,7 @@ class Journal:
                 key for key in {*found["job"], *self.job} if found["job"].get(key) != self.job.get(key)
             )
             raise SetupError(
-                f"Another quantization into {self.target} was begun and not finished; nothing was changed.",
+                f"Another quantization into {self.target} was begun and not finished. Nothing was changed.",
                 file=self.folder,
                 expected="the same source, recipe and calibration set",
                 found=f"another {', '.join(differing)}",

@@ -97,7 +97,7 @@ class Recipe:
         for name in self._given():
             if name not in taken:
                 raise SetupError(
-                    f"method={self.method!r} has no {name}; nothing was done.",
+                    f"method={self.method!r} has no {name}. Nothing was done.",
                     expected=", ".join(taken) or "no further options",
                     found=f"{name}={getattr(self, name)!r}",
                     fix=f"leave {name} out, or choose another method",
@@ -244,7 +244,7 @@ class Recipe:
             multiple, span = (32, 32), self.group_size if self.group_size != -1 else 1
         if out_features % multiple[0] or in_features % multiple[1] or in_features % span:
             raise FormatError(
-                f"method={self.method!r} cannot hold a layer of this size; nothing was done.",
+                f"method={self.method!r} cannot hold a layer of this size. Nothing was done.",
                 tensor=name,
                 expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
                 + (f" and the group size {span}" if span > 1 else ""),
@@ -267,7 +267,7 @@ class Recipe:
         for name in options:
             if name not in RECIPE_OPTIONS:
                 raise SetupError(
-                    f"A recipe has no option {name!r}{nearest(name, RECIPE_OPTIONS)}.",
+                    f"A recipe has no option {name!r}.{nearest(name, RECIPE_OPTIONS)}",
                     expected=", ".join(RECIPE_OPTIONS),
                     found=name,
                     fix="remove or correct the option",
@@ -312,7 +312,7 @@ def _dynamic(dense: list[str]) -> dict[str, Any]:
 
 def _unusable(option: str, found: object, expected: str, hint: str = "") -> SetupError:
     return SetupError(
-        f"A model cannot be quantized with {option}={found!r}{hint}.",
+        f"A model cannot be quantized with {option}={found!r}.{hint}",
         expected=expected,
         found=repr(found),
         fix=f"correct {option}",

@@ -112,8 +112,8 @@ def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoin
     ("device_map", "words"),
     [
         ("atuo", "found: 'atuo'"),
-        ("atuo", "did you mean 'auto'?"),
-        ("dsik", "did you mean 'disk'?"),
+        ("atuo", "Did you mean 'auto'?"),
+        ("dsik", "Did you mean 'disk'?"),
         ("disk", '{"": "disk"}'),
         ("meta", "found: 'meta'"),
         ({"": "dsik"}, "found: 'dsik'"),
@@ -123,11 +123,11 @@ def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoin
         ({"": -1}, "found: -1"),
         ({"": "cuda:99"}, "found: 'cuda:99'"),
         ({"": 99}, "found: 99"),
-        ({"": "cpu", "model.norm": "dsik"}, "for 'model.norm'; did you mean 'disk'?"),
-        ({"model.layers.1x": "cpu", "": "cpu"}, "- 'model.layers.1x'; did you mean 'model.layers.1'?"),
+        ({"": "cpu", "model.norm": "dsik"}, "for 'model.norm'. Did you mean 'disk'?"),
+        ({"model.layers.1x": "cpu", "": "cpu"}, "- 'model.layers.1x'. Did you mean 'model.layers.1'?"),
         ({"model.layers.9": "cpu", "": "cpu"}, "- 'model.layers.9'"),
         ({"model.layer": "cpu", "": "cpu"}, "- 'model.layer'"),
-        ({**WHOLE, "model.layers": "cpu", "model.nrom": "cpu"}, "- 'model.nrom'; did you mean 'model.norm'?"),
+        ({**WHOLE, "model.layers": "cpu", "model.nrom": "cpu"}, "- 'model.nrom'. Did you mean 'model.norm'?"),
         ({}, "- model.layers.0."),
         ({"model.layers.1": "cpu"}, "- model.layers.0."),
         ({key: value for key, value in WHOLE.items() if key != "model.norm"}, "- model.norm.weight"),
@@ -137,7 +137,7 @@ def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoin
     ids=str,
 )
 def test_a_device_map_that_means_nothing_is_refused(model, device_map, words):
-    with refused(words, "nothing was loaded", kind=PlacementError):
+    with refused(words, "Nothing was loaded", kind=PlacementError):
         load(model, device_map=device_map)
 
 

@@ -79,7 +79,7 @@ def test_a_short_disk_is_found_before_anything_is_copied(tmp_path, odd, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     monkeypatch.setattr(folder.Reader, "read_into", lambda *_: pytest.fail("something was copied"))
     with refused(
-        "nothing was left behind", "bytes of free space", "No space left on device; ", "bytes were free"
+        "Nothing was left behind", "bytes of free space", "No space left on device; ", "bytes were free"
     ) as caught:
         reshard_checkpoint(odd, tmp_path / "packed")
     assert int(caught.value.expected.split()[0]) > odd.nbytes
@@ -97,7 +97,7 @@ def test_the_free_space_decides_on_a_system_that_cannot_reserve(tmp_path, odd, m
         monkeypatch.setattr(os, "posix_fallocate", unsupported)
     if "full" in system:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5, 5))
-        with refused("nothing was left behind", "5 bytes were free"):
+        with refused("Nothing was left behind", "5 bytes were free"):
             reshard_checkpoint(odd, tmp_path / "packed")
         assert_nothing_left(tmp_path)
     else:

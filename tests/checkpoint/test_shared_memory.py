@@ -247,7 +247,7 @@ def test_what_is_not_ours_alone_is_refused(tmp_path, monkeypatch, name, obstacle
         if os.getuid():
             pytest.skip("needs root")
         os.chown(path, 1, 1)
-    with refused("cannot be used; nothing was loaded", kind=PlacementError, file=path):
+    with refused("cannot be used. Nothing was loaded", kind=PlacementError, file=path):
         SharedMemory.open("key", NBYTES, never, tmp_path)
     assert path.is_symlink() or path.exists()
 

@@ -100,7 +100,7 @@ def test_an_old_file_is_replaced_and_readable_by_others(path):
 @pytest.mark.parametrize("data", [b"", b"new", b"new!!"])
 def test_bytes_that_do_not_match_are_refused_before_anything_is_written(path, data, monkeypatch):
     monkeypatch.setattr("tempfile.mkstemp", lambda *_, **__: pytest.fail("a file was made"))
-    words = ("nothing was written", "expected: 4 bytes for U8 [4]", f"found: {len(data)} bytes")
+    words = ("Nothing was written", "expected: 4 bytes for U8 [4]", f"found: {len(data)} bytes")
     with refused(*words, file=path, tensor="b"):
         write_safetensors(path, {**NEW, "b": ("U8", (4,), data)})
     assert_untouched(path)
@@ -112,7 +112,7 @@ def test_a_failing_disk_leaves_the_old_file_and_nothing_else(path, call, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, fail)
-    with refused("nothing was left behind", "found: No space left on device", file=path):
+    with refused("Nothing was left behind", "found: No space left on device", file=path):
         write_safetensors(path, NEW)
     assert_untouched(path)
 
@@ -138,7 +138,7 @@ def test_the_file_is_synced_before_it_takes_the_name(path, monkeypatch):
 def test_a_full_disk_midway_leaves_the_old_file_and_nothing_else(path):
     result = programs.run("write_on_full_disk", path)
     assert result.returncode == 0, result.stderr
-    assert "nothing was left behind" in result.stdout
+    assert "Nothing was left behind" in result.stdout
     assert "found: File too large" in result.stdout
     assert_untouched(path)
 
@@ -184,6 +184,6 @@ UNREADABLE = [
 
 @pytest.mark.parametrize(("tensors", "metadata"), UNREADABLE)
 def test_what_cannot_be_read_back_is_refused(tmp_path, tensors, metadata):
-    with refused("nothing was written", file=tmp_path / "x"):
+    with refused("Nothing was written", file=tmp_path / "x"):
         write_safetensors(tmp_path / "x", tensors, metadata)
     assert os.listdir(tmp_path) == []

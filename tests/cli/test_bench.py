@@ -159,7 +159,7 @@ def test_rates_are_predicted_for_the_threads_of_the_profile_alone(tmp_path, prof
         (("--max-memory", "8GiB"), "--max-memory 8GiB is not valid"),
         (("--max-memory", "cpu=much"), "no valid size for cpu"),
         (("--max-memory", "cpu=8GiB", "--device-map", "disk"), "limits nothing with --device-map disk"),
-        (("--dtype", "bfloat"), "did you mean 'bfloat16'"),
+        (("--dtype", "bfloat"), "Did you mean 'bfloat16'"),
         (("--device-map", "dsk"), "'disk'"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_damaged_scale_is_refused_by_name(case, module):
     name = next(spec.name for spec in detected.tensor_specs(IN, OUT) if spec.role == "scale")
     damaged = tensors[name].clone()
     tiny_models.poison(damaged.view(-1), 0)
-    with pytest.raises(Exception, match=rf"(?s)not finite; nothing was loaded.*{MODULE}.{name}.*Fix:"):
+    with pytest.raises(Exception, match=rf"(?s)not finite. Nothing was loaded.*{MODULE}.{name}.*Fix:"):
         detected.resolve(MODULE, {**tensors, name: damaged})
 
 

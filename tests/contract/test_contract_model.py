@@ -98,7 +98,7 @@ def test_a_missing_tensor_is_refused_by_name(case, required, tensors, load, tmp_
         with pytest.raises(FormatError) as caught:
             load(path)
         assert tiny_models.FIRST in str(caught.value), local
-        assert "nothing was loaded" in str(caught.value)
+        assert "Nothing was loaded" in str(caught.value)
 
 
 def test_a_renamed_tensor_is_refused_by_both_names(case, required, tensors, load, tmp_path):
@@ -155,7 +155,7 @@ def test_a_scale_that_is_not_finite_is_refused_while_loading(
 
     path = damaged(tensors, tmp_path, case, f"{tiny_models.FIRST}.{local}", poison)
     with pytest.raises(
-        FormatError, match=rf"(?s)not finite; nothing was loaded.*{tiny_models.FIRST}.{local}"
+        FormatError, match=rf"(?s)not finite. Nothing was loaded.*{tiny_models.FIRST}.{local}"
     ):
         load(path, device_map)
 
@@ -170,5 +170,5 @@ def test_an_index_out_of_range_is_refused_while_loading(case, indexed_tensors, l
             name,
             lambda t, n, value=value: t.__setitem__(n, torch.full_like(t[n], value)),
         )
-        with pytest.raises(FormatError, match=rf"(?s)out of range; nothing was loaded.*{name}"):
+        with pytest.raises(FormatError, match=rf"(?s)out of range. Nothing was loaded.*{name}"):
             load(path, {"": "disk"})

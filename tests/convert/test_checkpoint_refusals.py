@@ -53,7 +53,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "to", "_", "words"), REFUSED, ids=[f"{row[0]}-{row[1]}" for row in REFUSED])
 def test_what_the_target_cannot_hold_is_refused_by_name(tmp_path, name, to, _, words):
     path = write(tmp_path / "source", name)
-    with refused("cannot be converted without loss; nothing was written", words, kind=FormatError) as caught:
+    with refused("cannot be converted without loss. Nothing was written", words, kind=FormatError) as caught:
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", to)
     assert caught.value.tensor.startswith("model.layers.0.")
     assert caught.value.tensor.endswith(_ if _ != "hold" else "_proj")
@@ -96,7 +96,7 @@ def test_experts_that_gptqmodel_cut_across_gate_and_up_are_refused(tmp_path):
     scheme = next(scheme for scheme in moe_models.SCHEMES if "halves" in scheme.id)
     path = moe_models.write(scheme, lambda name: False).save(tmp_path / "source")
     with refused(
-        "in halves, across gate and up channels; nothing was written", "takes in turns", kind=FormatError
+        "in halves, across gate and up channels. Nothing was written", "takes in turns", kind=FormatError
     ):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "pack-quantized")
     assert_nothing_left(tmp_path)
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_is_there_already_is_refused(tmp_path, name, to):
 
 def test_a_mistyped_dialect_is_refused_with_the_nearest(tmp_path):
     path = write(tmp_path / "source", "gptq-v1-w4-sym")
-    with refused("did you mean 'gptq_v2'?", kind=SetupError):
+    with refused("Did you mean 'gptq_v2'?", kind=SetupError):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq-v2")
 
 
@@ -185,7 +185,7 @@ def test_a_taken_folder_and_a_full_disk_leave_things_as_they_are(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    with refused("nothing was left behind", "No space left on device", kind=CheckpointError):
+    with refused("Nothing was left behind", "No space left on device", kind=CheckpointError):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
     assert_nothing_left(tmp_path, "taken")
 

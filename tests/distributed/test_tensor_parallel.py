@@ -263,13 +263,13 @@ def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(case, error, result
     for found in results:
         lines = [line.strip() for line in found[case]["text"].splitlines()]
         assert all(any(part in line for line in lines) for part in error.split("; ")), found[case]["text"]
-        assert "nothing was loaded" in lines[0]
+        assert "Nothing was loaded" in lines[0]
 
 
 def test_what_one_rank_finds_all_ranks_are_told(results):
     first, second = (found["poisoned"]["text"] for found in results)
-    assert "Another rank of this run failed; nothing was loaded." in first
-    assert "A scale is not finite; nothing was loaded.; " in first
+    assert "Another rank of this run failed. Nothing was loaded." in first
+    assert "A scale is not finite. Nothing was loaded.; " in first
     assert "tensor: model.layers.1.mlp.up_proj.weight_scale" in second
     assert "[72, 0]" in second  # row 200 of 256
 
@@ -283,7 +283,7 @@ def test_a_rank_that_fails_before_it_has_met_the_others_ends_all_and_is_named(re
         "other head": "A packed layer cannot be cut as tp_plan asks",
     }.items():
         first, second = (found[case]["text"] for found in results)
-        assert "Another rank of this run failed; nothing was loaded." in first
+        assert "Another rank of this run failed. Nothing was loaded." in first
         assert "rank: 1" in first
         assert cause in first
         assert cause in second.replace("\n", " ")

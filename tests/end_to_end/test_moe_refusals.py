@@ -18,7 +18,7 @@ def by_expert():
 
 def test_a_missing_expert_is_refused_by_its_name(by_expert, tmp_path):
     path = by_expert.save(tmp_path, moe_models.without(by_expert.tensors, f"{ONE}."))
-    with pytest.raises(FormatError, match="nothing was loaded") as caught:
+    with pytest.raises(FormatError, match="Nothing was loaded") as caught:
         load(path)
     for projection in moe_models.SPLIT:
         assert f"{ONE}.{projection}: missing" in str(caught.value)
@@ -131,12 +131,12 @@ def test_fused_blocks_that_do_not_fit_are_refused(tmp_path, change):
         for name in [name for name in tensors if name.startswith(start)]:
             whole = tensors[name]
             tensors[name] = whole[:-1] if change == "an expert less" else torch.cat([whole, whole[:1]])
-    with pytest.raises(FormatError, match=rf"(?s)nothing was loaded.*{start}"):
+    with pytest.raises(FormatError, match=rf"(?s)Nothing was loaded.*{start}"):
         load(written.save(tmp_path, tensors))
 
 
 def test_a_scale_of_one_expert_that_is_not_finite_is_refused_by_its_name(by_expert, tmp_path):
     name = f"{ONE}.up_proj.weight_scale"
     tensors = by_expert.tensors | {name: torch.full_like(by_expert.tensors[name], float("nan"))}
-    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*{name}"):
+    with pytest.raises(FormatError, match=rf"(?s)not finite. Nothing was loaded.*{name}"):
         load(by_expert.save(tmp_path, tensors), {"": "disk"})

@@ -214,7 +214,7 @@ def test_awq_and_gptq_of_one_word_shape_are_told_apart_by_what_stands_beside():
 @pytest.mark.parametrize("version", ["marlin", "exllama", "gemm2", 4])
 def test_a_layout_that_is_none_of_awqs_is_refused(version):
     tensors = random_gemm(16, 64, 32)
-    with pytest.raises(FormatError, match=r"(?s)does not read; nothing was loaded.*gemv_fast"):
+    with pytest.raises(FormatError, match=r"(?s)does not read. Nothing was loaded.*gemv_fast"):
         Awq.detect("m", described("m", tensors), CONFIG | {"version": version})
 
 
@@ -222,7 +222,7 @@ def test_a_layout_that_is_none_of_awqs_is_refused(version):
 def test_gemv_knows_four_bits_alone(bits):
     for tensors in (random_gemv(16, 256, 64), random_fast(16, 256, 64)):
         version = "gemv_fast" if tensors["qweight"].dtype == torch.int16 else "gemv"
-        with pytest.raises(FormatError, match="nothing was loaded"):
+        with pytest.raises(FormatError, match="Nothing was loaded"):
             Awq.detect("m", described("m", tensors), CONFIG | {"bits": bits, "version": version})
 
 

@@ -109,7 +109,7 @@ def test_codes_that_are_stored_as_floats_are_read_by_their_bytes(num_bits, dtype
 def test_floats_that_are_not_said_to_be_codes_are_refused():
     tensors = random_layer(4, (16, 64), 64)
     tensors["W_q"] = tensors["W_q"].view(torch.bfloat16)
-    with pytest.raises(FormatError, match=r"(?s)nothing was loaded.*without view_as_float"):
+    with pytest.raises(FormatError, match=r"(?s)Nothing was loaded.*without view_as_float"):
         detected(tensors, (16, 64))
 
 
@@ -135,7 +135,7 @@ LIES = {
 def test_what_a_layer_says_of_itself_must_be_true(name):
     tensors = random_layer(4, (16, 64), 64) | {name: LIES[name]}
     with pytest.raises(
-        FormatError, match=rf"(?s)contradicts its tensors; nothing was loaded.*{name}: expected"
+        FormatError, match=rf"(?s)contradicts its tensors. Nothing was loaded.*{name}: expected"
     ):
         detected(tensors, (16, 64))
 
@@ -152,7 +152,7 @@ def test_what_a_layer_does_not_say_is_read_by_its_shapes():
 @pytest.mark.parametrize("name", ["zero.scale", "scale.W_q", "zero_scale", "meta"])
 def test_scales_that_are_quantized_themselves_are_refused(name):
     tensors = random_layer(4, (16, 64), 64) | {name: torch.ones(1)}
-    with pytest.raises(FormatError, match=rf"(?s)does not read; nothing was loaded.*{name}"):
+    with pytest.raises(FormatError, match=rf"(?s)does not read. Nothing was loaded.*{name}"):
         Hqq.detect("m", described("m", tensors), {})
 
 
@@ -167,5 +167,5 @@ def test_codes_of_another_size_are_refused(size):
 def test_a_scale_that_is_not_finite_is_refused_by_name(name):
     tensors = random_layer(4, (16, 64), 64)
     tensors[name][3] = float("nan")
-    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*m.{name}"):
+    with pytest.raises(FormatError, match=rf"(?s)not finite. Nothing was loaded.*m.{name}"):
         detected(tensors, (16, 64))

@@ -82,7 +82,7 @@ def test_every_nibble_is_twos_complement():
 @pytest.mark.parametrize("scale", [(8, 5), (4, 3), (9, 1), (8, 0)], ids=str)
 def test_scales_that_do_not_fit_the_weight_are_refused(scale):
     tensors = random_int4((8, 96), 3) | {"weight_scale": torch.ones(scale)}
-    with pytest.raises(FormatError, match=r"(?s)do not fit its weight; nothing was loaded.*m.weight_scale"):
+    with pytest.raises(FormatError, match=r"(?s)do not fit its weight. Nothing was loaded.*m.weight_scale"):
         ModeloptInt4.detect("m", described("m", tensors), AWQ)
 
 
@@ -90,7 +90,7 @@ def test_a_group_size_that_contradicts_the_scales_is_refused():
     tensors = random_int4((8, 96), 3)
     assert ModeloptInt4.detect("m", described("m", tensors), AWQ | {"group_size": 32}).group_size == 32
     with pytest.raises(
-        FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*groups of 48"
+        FormatError, match=r"(?s)contradicts the tensors of m. Nothing was loaded.*groups of 48"
     ):
         ModeloptInt4.detect("m", described("m", tensors), AWQ | {"group_size": 48})
 
@@ -103,7 +103,7 @@ def test_a_scale_that_is_not_finite_is_refused_by_name(kind, name):
         "m", described("m", tensors), AWQ if kind == "int4" else SQ
     )
     tensors[name].view(-1)[1] = float("nan")
-    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*m.{name}"):
+    with pytest.raises(FormatError, match=rf"(?s)not finite. Nothing was loaded.*m.{name}"):
         found.resolve("m", tensors)
 
 
@@ -171,7 +171,7 @@ def test_bytes_under_an_algorithm_of_another_kind_are_a_contradiction(algorithm)
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"m": {"quant_algo": algorithm}}}
     for config in ({"quant_algo": algorithm}, mixed):
         with pytest.raises(
-            FormatError, match=rf"(?s)contradicts the tensors of m; nothing was loaded.*{algorithm}"
+            FormatError, match=rf"(?s)contradicts the tensors of m. Nothing was loaded.*{algorithm}"
         ):
             ModeloptInt8.detect("m", infos, SQ | config)
 

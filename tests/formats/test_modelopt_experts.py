@@ -94,7 +94,7 @@ def test_the_activations_scale_of_fp8_is_the_checkpoints_own():
 )
 def test_scales_of_another_dialect_are_refused(codes, scale):
     with pytest.raises(
-        FormatError, match=r"(?s)not those of ModelOpt's FP8 or NVFP4; nothing was loaded.*m.weight_scale"
+        FormatError, match=r"(?s)not those of ModelOpt's FP8 or NVFP4. Nothing was loaded.*m.weight_scale"
     ):
         detect({"transposed": codes, "weight_scale": scale})
 

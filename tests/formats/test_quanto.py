@@ -80,7 +80,7 @@ def test_bytes_are_scaled_by_their_row(dtype):
 def test_a_side_file_that_contradicts_the_codes_is_refused(num_bits, named):
     tensors = random_bits(num_bits, (8, 128), 128)
     with pytest.raises(
-        FormatError, match=r"(?s)quanto_qmap.json contradicts the tensors of m; nothing was loaded"
+        FormatError, match=r"(?s)quanto_qmap.json contradicts the tensors of m. Nothing was loaded"
     ):
         QuantoBits.detect("m", described("m", tensors), {"quanto_qmap": {"m": {"weights": named}}})
 
@@ -120,7 +120,7 @@ def test_codes_of_another_size_are_refused(size):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
 def test_bytes_of_another_kind_are_refused_by_name(dtype):
     tensors = {"weight._data": torch.zeros(4, 8, dtype=dtype), "weight._scale": torch.ones(4, 1)}
-    with pytest.raises(FormatError, match=r"(?s)does not read; nothing was loaded.*m.weight._data"):
+    with pytest.raises(FormatError, match=r"(?s)does not read. Nothing was loaded.*m.weight._data"):
         QuantoBytes.detect("m", described("m", tensors), {})
 
 
@@ -128,7 +128,7 @@ def test_bytes_of_another_kind_are_refused_by_name(dtype):
 def test_a_scale_that_is_not_finite_is_refused_by_name(name):
     tensors = random_bits(4, (8, 128), 128)
     tensors[name][7] = float("-inf")
-    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*m.{name}"):
+    with pytest.raises(FormatError, match=rf"(?s)not finite. Nothing was loaded.*m.{name}"):
         detected(QuantoBits, tensors, (8, 128))
 
 

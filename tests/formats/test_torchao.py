@@ -111,7 +111,7 @@ LOST = {
 def test_a_file_that_lost_its_metadata_is_refused_by_name(text):
     tensors = random_layer(torch.int8, (6, 1))
     with pytest.raises(
-        FormatError, match=r"(?s)lost its metadata; nothing was loaded.*m\.weight.*Fix: download the original"
+        FormatError, match=r"(?s)lost its metadata. Nothing was loaded.*m\.weight.*Fix: download the original"
     ):
         detected(tensors, text)
 
@@ -129,7 +129,7 @@ def test_a_model_whose_file_lost_its_metadata_is_refused_before_anything_is_load
         tmp_path, tiny_models.onloaded_tensors(weight_format), CONFIG | {"quant_type": {"default": {}}}
     )
     with pytest.raises(
-        FormatError, match=r"(?s)lost its metadata; nothing was loaded.*model.safetensors.*model.layers.0"
+        FormatError, match=r"(?s)lost its metadata. Nothing was loaded.*model.safetensors.*model.layers.0"
     ):
         AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig())
 
@@ -140,7 +140,7 @@ def test_a_model_whose_file_lost_its_metadata_is_refused_before_anything_is_load
 def test_a_tensor_of_a_kind_that_hfq_does_not_read_is_refused_by_its_kind(kind):
     tensors = random_layer(torch.int8, (6, 1))
     with pytest.raises(
-        FormatError, match=r"(?s)does not read; nothing was loaded.*Float8Tensor or Int8Tensor"
+        FormatError, match=r"(?s)does not read. Nothing was loaded.*Float8Tensor or Int8Tensor"
     ):
         detected(
             tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False) | {"_type": kind}
@@ -152,7 +152,7 @@ def test_a_tensor_of_a_kind_that_hfq_does_not_read_is_refused_by_its_kind(kind):
 )
 def test_codes_of_another_kind_than_the_metadata_says_are_refused(kind, dtype):
     tensors = random_layer(dtype, (6, 1))
-    with pytest.raises(FormatError, match=rf"(?s)does not read; nothing was loaded.*found: {kind}"):
+    with pytest.raises(FormatError, match=rf"(?s)does not read. Nothing was loaded.*found: {kind}"):
         detected(tensors, schema(kind, torch.Size((6, 48)), torch.Size((6, 1)), False))
 
 
@@ -161,7 +161,7 @@ def test_blocks_that_contradict_the_scales_are_refused(block):
     tensors = random_layer(torch.int8, (6, 1))
     written = schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False, block_size=block)
     with pytest.raises(
-        FormatError, match=r"(?s)metadata of m.weight contradicts its tensors; nothing was loaded"
+        FormatError, match=r"(?s)metadata of m.weight contradicts its tensors. Nothing was loaded"
     ):
         detected(tensors, written)
 

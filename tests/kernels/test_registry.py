@@ -108,7 +108,7 @@ def test_a_switched_off_kernel_says_so():
 
 
 @pytest.mark.parametrize(
-    ("preference", "hint"), [("referense", "did you mean 'reference'?"), ("aut", "did you mean 'auto'?")]
+    ("preference", "hint"), [("referense", "Did you mean 'reference'?"), ("aut", "Did you mean 'auto'?")]
 )
 def test_a_mistyped_kernel_is_refused_with_a_hint(preference, hint):
     with pytest.raises(SetupError) as caught:

@@ -27,8 +27,8 @@ TOKENS = torch.tensor([[1, 40, 77, 300]])
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"kernal": "auto"}, "did you mean 'kernel'"),
-        ({"kernel": "referense"}, "did you mean 'reference'"),
+        ({"kernal": "auto"}, "Did you mean 'kernel'"),
+        ({"kernel": "referense"}, "Did you mean 'reference'"),
         ({"quantize_activations": "nope"}, "quantize_activations='nope'"),
         ({"cpu_memory": "file"}, "cpu_memory='file'"),
         ({"modules_to_not_convert": "lm_head"}, "a list of module names"),
@@ -78,22 +78,22 @@ def test_checkpoint_activations_are_quantized_and_others_are_not():
 
 
 def test_a_module_that_is_stored_packed_cannot_be_left_unconverted():
-    with pytest.raises(SetupError, match=r"(?s)'down_proj', which is stored packed; nothing was loaded"):
+    with pytest.raises(SetupError, match=r"(?s)'down_proj', which is stored packed. Nothing was loaded"):
         load(modules_to_not_convert=["down_proj"])
-    with pytest.raises(SetupError, match=r"(?s)'lm_haed'.*did you mean 'lm_head'"):
+    with pytest.raises(SetupError, match=r"(?s)'lm_haed'.*Did you mean 'lm_head'"):
         load(modules_to_not_convert=["lm_haed"])
     load(modules_to_not_convert=["lm_head"])
 
 
 @pytest.mark.parametrize("argument", ["gguf_file", "tp_plan", "ignore_mismatched_sizes"])
 def test_an_argument_that_would_be_ignored_is_refused(argument):
-    with pytest.raises(SetupError, match=rf"from_pretrained\({argument}=…\).*nothing was loaded"):
+    with pytest.raises(SetupError, match=rf"from_pretrained\({argument}=…\).*Nothing was loaded"):
         AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(), **{argument: "x"})
 
 
 @pytest.mark.parametrize("device_map", [None, "cpu", {"": "disk"}])
 def test_a_limit_that_nothing_would_obey_is_refused(device_map):
-    with pytest.raises(SetupError, match=r"max_memory=…\) limits nothing.*nothing was loaded"):
+    with pytest.raises(SetupError, match=r"max_memory=…\) limits nothing.*Nothing was loaded"):
         AutoModelForCausalLM.from_pretrained(
             GPTQ, quantization_config=HfqConfig(), device_map=device_map, max_memory={"cpu": "1KB"}
         )

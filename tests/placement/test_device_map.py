@@ -96,10 +96,10 @@ def test_generators_of_names_are_read_once():
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("model.layer.1", "; did you mean 'model.layers.1"),
-        ("lm_haed", "; did you mean 'lm_head'?"),
-        ("model.layers.", "did you mean"),
-        ("model.layers.12", "did you mean"),
+        ("model.layer.1", ". Did you mean 'model.layers.1"),
+        ("lm_haed", ". Did you mean 'lm_head'?"),
+        ("model.layers.", "Did you mean"),
+        ("model.layers.12", "Did you mean"),
         ("zzz", ""),
     ],
 )
@@ -147,9 +147,9 @@ def test_other_devices_are_named_with_their_number(value, text):
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        ("dsik", "did you mean 'disk'?"),
-        ("cdua", "did you mean 'cuda'?"),
-        ("cuda:x", "did you mean 'cuda'?"),
+        ("dsik", "Did you mean 'disk'?"),
+        ("cdua", "Did you mean 'cuda'?"),
+        ("cuda:x", "Did you mean 'cuda'?"),
         ("meta", ""),
         (torch.device("meta"), ""),
         (None, ""),

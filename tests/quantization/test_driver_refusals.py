@@ -38,7 +38,7 @@ def made(folder, change=lambda tensors: None):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"method": "gtpq"}, "did you mean 'gptq'"),
+        ({"method": "gtpq"}, "Did you mean 'gptq'"),
         ({"method": "gptq", "bits": 5}, "bits=5"),
         ({"method": "gptq", "bits": True}, "bits=True"),
         ({"method": "gptq", "group_size": 0}, "group_size=0"),
@@ -47,7 +47,7 @@ def made(folder, change=lambda tensors: None):
         ({"method": "gptq", "clip_search": 1}, "clip_search=1"),
         ({"method": "gptq", "static_groups": True}, "static_groups"),
         ({"nbits": 4}, "no option 'nbits'"),
-        ({"method": "gptq", "sim": True}, "no option 'sim'; did you mean 'sym'"),
+        ({"method": "gptq", "sim": True}, "no option 'sim'. Did you mean 'sym'"),
         ({"method": "fp8", "bits": 4}, "method='fp8' has no bits"),
         ({"method": "rtn", "desc_act": True}, "method='rtn' has no desc_act"),
         ({"method": "mxfp4", "group_size": 16}, "method='mxfp4' has no group_size"),

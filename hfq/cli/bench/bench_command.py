@@ -80,7 +80,7 @@ def _check_dtype(dtype: str) -> str:
     names = ("auto", *DTYPES)
     if dtype not in names:
         raise SetupError(
-            f"--dtype {dtype} is not valid{nearest(dtype, names)}.",
+            f"--dtype {dtype} is not valid.{nearest(dtype, names)}",
             expected=", ".join(names),
             found=dtype,
             fix="Use one of these values.",

@@ -248,7 +248,7 @@ def _check_choices(options: PlanOptions) -> None:
     allowed = ("auto", "bfloat16", "float16", "float32")
     if options.dtype not in allowed:
         raise PlacementError(
-            f"--dtype {options.dtype} is not valid{nearest(options.dtype, allowed)}.",
+            f"--dtype {options.dtype} is not valid.{nearest(options.dtype, allowed)}",
             expected=" or ".join(allowed),
             found=options.dtype,
             fix="Pass --dtype auto, or another of these.",

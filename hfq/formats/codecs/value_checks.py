@@ -27,7 +27,7 @@ def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
     if bad.any():
         position = bad.nonzero()[0].tolist() if scale.dim() else []
         raise FormatError(
-            "A scale is not finite; nothing was loaded.",
+            "A scale is not finite. Nothing was loaded.",
             tensor=f"{module}.{name}",
             expected="finite values",
             found=f"{scale[tuple(position)].item()} at {position}, {int(bad.sum())} in all",
@@ -43,7 +43,7 @@ def check_positive(module: str, name: str, scale: torch.Tensor) -> None:
     """
     if not (scale.to(torch.float32) > 0).all():
         raise FormatError(
-            "A scale is not positive; nothing was loaded.",
+            "A scale is not positive. Nothing was loaded.",
             tensor=f"{module}.{name}",
             expected="above 0",
             found=scale.flatten()[:4].tolist(),
@@ -60,7 +60,7 @@ def check_index(module: str, name: str, index: torch.Tensor, bound: int) -> None
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= bound:
         raise FormatError(
-            "An index is out of range; nothing was loaded.",
+            "An index is out of range. Nothing was loaded.",
             tensor=f"{module}.{name}",
             expected=f"0 to {bound - 1}",
             found=f"{low} to {high}",

@@ -116,7 +116,7 @@ def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mappi
     """Refuses integer codes under a config that calls them floats."""
     if weights.get("type", "int") != "int" or config.get("quant_method") in ("fp8", "fbgemm_fp8"):
         raise FormatError(
-            f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+            f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
             file=codes.range.file,
             tensor=codes.name,
             expected="float codes, as config.json says",
@@ -128,7 +128,7 @@ def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mappi
 def unusable(key: str, value: object, expected: str) -> FormatError:
     """The error for an option of a `quantization_config` that cannot be used."""
     return FormatError(
-        f"quantization_config has an unusable {key}; nothing was loaded.",
+        f"quantization_config has an unusable {key}. Nothing was loaded.",
         file="config.json",
         found=repr(value)[:80],
         expected=expected,

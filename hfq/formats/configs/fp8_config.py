@@ -82,7 +82,7 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
     weights = group.get("weights") or {}
     if weights.get("type", "float") != "float" or weights.get("num_bits", 8) != 8:
         raise FormatError(
-            f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+            f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
             file="config.json",
             tensor=module,
             expected="8-bit float, as the stored F8 weight",
@@ -120,7 +120,7 @@ def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4
     if out_features % 128 == in_features % 128 == 0 or scale.numel == 1:
         return 128, 128
     raise FormatError(
-        f"The config does not say how large the blocks of {module} are; nothing was loaded.",
+        f"The config does not say how large the blocks of {module} are. Nothing was loaded.",
         file=scale.range.file,
         tensor=scale.name,
         expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",

@@ -62,7 +62,7 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
         return False
     if not (names_awq or config.get("quant_method")):
         raise FormatError(
-            "Whether a layer is GPTQ or AWQ gemv cannot be told; nothing was loaded.",
+            "Whether a layer is GPTQ or AWQ gemv cannot be told. Nothing was loaded.",
             file=qweight.range.file,
             tensor=qweight.name,
             expected="quant_method in quantization_config",
@@ -101,7 +101,7 @@ def check_zero_points(module: str, stored: torch.Tensor, weight_format: Any) -> 
     is_constant = not stored.numel() or bool((stored == stored[0, 0]).all())
     if weight_format.says_symmetric and not is_constant:
         raise FormatError(
-            "The config calls the zero points symmetric, and they differ; nothing was loaded.",
+            "The config calls the zero points symmetric, and they differ. Nothing was loaded.",
             tensor=f"{module}.qzeros",
             expected="one zero point",
             found=f"{stored.unique().numel()} different ones",
@@ -111,7 +111,7 @@ def check_zero_points(module: str, stored: torch.Tensor, weight_format: Any) -> 
     is_wrapped = weight_format.zero_reading == "field_plus_one" and bool((stored == top).any())
     if not weight_format.names_writer and not is_constant and (is_wrapped or weight_format.is_nameless):
         raise FormatError(
-            "How the zero points are stored cannot be told; nothing was loaded.",
+            "How the zero points are stored cannot be told. Nothing was loaded.",
             tensor=f"{module}.qzeros",
             expected="checkpoint_format or meta.quantizer in quantization_config, for asymmetric zero points",
             found="neither",
@@ -181,7 +181,7 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
         raise _bad_config("checkpoint_format", labels, "the same as `format`")
     if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
         raise FormatError(
-            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.",
+            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read. Nothing was loaded.",
             tensor=module,
             file="config.json",
             expected=" or ".join(_CHECKPOINT_FORMATS),
@@ -199,7 +199,7 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
 
 def _bad_config(key: str, found: object, expected: str) -> FormatError:
     return FormatError(
-        f"quantization_config has an unusable {key!r}; nothing was loaded.",
+        f"quantization_config has an unusable {key!r}. Nothing was loaded.",
         file="config.json",
         expected=expected,
         found=repr(found)[:80],

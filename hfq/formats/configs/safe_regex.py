@@ -32,7 +32,7 @@ def matches(pattern: str, name: str, key: str) -> bool:
     except (re.error, RecursionError, OverflowError) as error:
         why = f"a regular expression: {error}"
     raise FormatError(
-        f"A pattern in {key} is not a regular expression that hfq runs; nothing was loaded.",
+        f"A pattern in {key} is not a regular expression that hfq runs. Nothing was loaded.",
         file="config.json",
         expected=why,
         found=repr(pattern)[:80],

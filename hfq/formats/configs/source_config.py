@@ -35,7 +35,7 @@ def as_source(stored: object) -> dict:
     """
     if not isinstance(stored, Mapping):
         raise FormatError(
-            "quantization_config is not an object; nothing was loaded.",
+            "quantization_config is not an object. Nothing was loaded.",
             file="config.json",
             expected="{quant_method: …}",
             found=repr(stored)[:80],
@@ -136,7 +136,7 @@ def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
 
     Args:
         checkpoint: The checkpoint.
-        outcome: What has come of it, for the message: "nothing was written".
+        outcome: What has come of it, for the message: "Nothing was written".
 
     Raises:
         FormatError: The checkpoint says so, or holds codes.
@@ -144,7 +144,7 @@ def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
     config = source_config(checkpoint)
     if config is not None:
         raise FormatError(
-            f"The source is quantized already; {outcome}.",
+            f"The source is quantized already. {outcome}.",
             file=checkpoint.root,
             expected="a checkpoint of floats",
             found=f"quant_method={config.get('quant_method')!r}",
@@ -160,7 +160,7 @@ def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
     )
     if coded is not None:
         raise FormatError(
-            f"The source holds codes; {outcome}.",
+            f"The source holds codes. {outcome}.",
             file=coded.range.file,
             tensor=coded.name,
             found=str(coded),

@@ -90,7 +90,7 @@ def _nothing_to_read(
             fix="load it with transformers, or with HfqConfig as it is",
         )
     return NotQuantizedFormatError(
-        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was "
+        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads. Nothing was "
         f"loaded.",
         file=file,
         expected=f"tensors packed as {_names()}",

@@ -88,7 +88,7 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
 def refused(variant: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:
     """The error for a checkpoint in one of the dialects of `REFUSED`."""
     return UnsupportedFormatError(
-        f"The checkpoint is in the dialect {variant}, which hfq does not read; nothing was loaded.",
+        f"The checkpoint is in the dialect {variant}, which hfq does not read. Nothing was loaded.",
         file=file,
         tensor=tensor,
         expected="a dialect of docs/formats.md",

@@ -67,7 +67,7 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             source = ByteRange(info.range.file, info.range.offset + expert * nbytes, nbytes or info.nbytes)
             if part in tensors:
                 raise FormatError(
-                    "A checkpoint stores an expert twice; nothing was loaded.",
+                    "A checkpoint stores an expert twice. Nothing was loaded.",
                     file=info.range.file,
                     tensor=part,
                     expected="each expert fused with the others, or by itself",

@@ -80,7 +80,7 @@ class GptqShards(Format):
         check_index(module, "g_idx", g_idx, groups)
         if g_idx.unique().numel() != groups:
             raise FormatError(
-                "g_idx leaves groups without channels; nothing was loaded.",
+                "g_idx leaves groups without channels. Nothing was loaded.",
                 tensor=f"{module}.g_idx",
                 expected=f"all of {groups} groups",
                 found=f"{g_idx.unique().numel()} of them",
@@ -286,7 +286,7 @@ def _replaced(found: Any, **values: Any) -> Format:
 def _check_aligned(found: Format, part: LayerSlice, multiple: int, what: str) -> None:
     if not part.is_aligned(multiple):
         raise FormatError(
-            f"A {found.describe()} layer cannot be cut there for tensor parallelism; nothing was loaded.",
+            f"A {found.describe()} layer cannot be cut there for tensor parallelism. Nothing was loaded.",
             found=str(part),
             expected=f"a cut between {what}",
             fix="use fewer ranks (tp_size), or device_map in place of tp_plan",

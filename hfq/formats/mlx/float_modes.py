@@ -137,7 +137,7 @@ def _mode_of(module: str, tensors: Mapping[str, TensorInfo], config: Mapping) ->
         return None
     if mode not in _MODES or "global_scale" in tensors:
         raise FormatError(
-            f"{module} is packed by MLX in a way that hfq does not read; nothing was loaded.",
+            f"{module} is packed by MLX in a way that hfq does not read. Nothing was loaded.",
             file=weight.range.file,
             tensor=weight.name,
             expected=f"a mode of affine, {', '.join(_MODES)}, without a global scale",

@@ -71,7 +71,7 @@ class ModeloptExpert(Format):
         is_by_group = codes.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3"
         if scale is not None and scale.shape[-1:] != (codes.shape[-1:] if is_by_group else ()):
             raise FormatError(
-                f"The scales of {module} are not those of ModelOpt's FP8 or NVFP4; nothing was loaded.",
+                f"The scales of {module} are not those of ModelOpt's FP8 or NVFP4. Nothing was loaded.",
                 file=scale.range.file,
                 tensor=scale.part_of or scale.name,
                 expected="one number, or F8_E4M3 for each 16 inputs of an output",

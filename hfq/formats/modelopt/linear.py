@@ -71,7 +71,7 @@ class ModeloptInt8(ScaledCodes):
             and "W8A" not in algorithm.upper()
         ):
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
                 file=weight.range.file,
                 tensor=weight.name,
                 expected=f"a weight of {algorithm}",
@@ -132,7 +132,7 @@ class ModeloptInt4(Format):
             return cls(has_columns="pre_quant_scale" in tensors) if is_named else None
         if not scale.shape[1] or weight.shape[1] % scale.shape[1] or scale.shape[0] != 2 * weight.shape[0]:
             raise FormatError(
-                f"The scales of {module} do not fit its weight; nothing was loaded.",
+                f"The scales of {module} do not fit its weight. Nothing was loaded.",
                 file=scale.range.file,
                 tensor=scale.name,
                 expected=f"[{2 * weight.shape[0]}, groups] whose groups divide {weight.shape[1]}",
@@ -143,7 +143,7 @@ class ModeloptInt4(Format):
         hinted = bounded_int(config, "group_size", lambda size: size >= 0, "a group size", module)
         if hinted and hinted != group_size:
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
                 file=scale.range.file,
                 tensor=scale.name,
                 expected=f"groups of {hinted}",

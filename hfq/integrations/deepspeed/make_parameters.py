@@ -177,7 +177,7 @@ class ShardMaker:
         mixed = {flat.itemsize for flat in self._plan.parameters} != {self._zero.dtype.itemsize}
         if self._is_scattered or (self._zero.shard_device == "nvme" and mixed):
             raise PlacementError(
-                "This version of DeepSpeed lacks what hfq needs to shard this model exactly; nothing was "
+                "This version of DeepSpeed lacks what hfq needs to shard this model exactly. Nothing was "
                 "loaded.",
                 found=f"no {names}",
                 expected="DeepSpeed 0.19.8, or one like it",

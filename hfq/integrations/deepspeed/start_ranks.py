@@ -21,7 +21,7 @@ def start_distributed() -> tuple[int, int]:
         import deepspeed
     except Exception as error:  # its import also builds and asks for compilers
         raise SetupError(
-            "DeepSpeed cannot be imported, and a ZeRO-3 config is active; nothing was loaded.",
+            "DeepSpeed cannot be imported, and a ZeRO-3 config is active. Nothing was loaded.",
             expected="deepspeed",
             found=f"{type(error).__name__}: {error}",
             fix="pip install deepspeed",
@@ -29,7 +29,7 @@ def start_distributed() -> tuple[int, int]:
     if not deepspeed.comm.is_initialized():
         if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             raise SetupError(
-                "A ZeRO-3 config is active, and nothing says which rank this process is; nothing was loaded.",
+                "A ZeRO-3 config is active, and nothing says which rank this process is. Nothing was loaded.",
                 expected="a launcher, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
                 found="neither",
                 fix="start the script with `deepspeed`, `accelerate launch` or `torchrun`",

@@ -73,7 +73,7 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
     if zero.nvme_path is None:
         raise PlacementError(
             'offload_param.device is nvme, HfqConfig(nvme_source="swap_files") is asked for, and no folder '
-            "is named; nothing was loaded.",
+            "is named. Nothing was loaded.",
             expected="zero_optimization.offload_param.nvme_path",
             found="none",
             fix='name a folder on a fast disk, or pass HfqConfig(nvme_source="checkpoint"), which writes '

@@ -69,7 +69,7 @@ class Zero3Loader(ModelLoader):
         ):
             raise SetupError(
                 'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint; '
-                "nothing was loaded.",
+                "Nothing was loaded.",
                 expected="files that every rank can read",
                 found='offload_param.device nvme, nvme_source="checkpoint"',
                 fix='pass nvme_source="swap_files", or reader_ranks="all"',

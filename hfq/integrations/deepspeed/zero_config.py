@@ -166,7 +166,7 @@ def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
     if found != dtype:
         name = str(dtype).removeprefix("torch.")
         raise SetupError(
-            f"The DeepSpeed config enables {_NAMES[found]}, and the model is loaded in {name}; nothing was "
+            f"The DeepSpeed config enables {_NAMES[found]}, and the model is loaded in {name}. Nothing was "
             f"loaded.",
             expected=f"a model in {str(found).removeprefix('torch.')}",
             found=name,
@@ -194,7 +194,7 @@ def refused_options(config: Mapping[str, Any]) -> Iterator[SetupError]:
                 continue
             if name in section and refusal.is_harmful(section[name]):
                 yield SetupError(
-                    f"The DeepSpeed option {refusal.section}.{name} {refusal.why}; nothing was loaded.",
+                    f"The DeepSpeed option {refusal.section}.{name} {refusal.why}. Nothing was loaded.",
                     found=section[name],
                     expected="an option that leaves packed bytes as they are",
                     fix=refusal.fix,

@@ -97,7 +97,7 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
     except (KeyError, AttributeError, ValueError) as error:
         known = sorted(_FMS_MODEL_CONFIG_REGISTRY.model_arch_mappings)
         raise SetupError(
-            "FMS does not build this model; nothing was loaded.",
+            "FMS does not build this model. Nothing was loaded.",
             expected=", ".join(known),
             found=f"{config.architectures}: {error}",
             fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
@@ -105,7 +105,7 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
     params.pop("model_path", None)
     if params["architecture"] not in TESTED:
         raise SetupError(
-            "FMS's model of this architecture was not compared with transformers' of the same name; nothing "
+            "FMS's model of this architecture was not compared with transformers' of the same name. Nothing "
             "was loaded.",
             expected=", ".join(TESTED),
             found=params["architecture"],
@@ -132,7 +132,7 @@ def _scaling(config: PreTrainedConfig, rope: dict[str, Any], architecture: str) 
     is_scaled = kind in _SCALED_ROPE.get(architecture, ())
     if (kind not in _DEFAULT_ROPE and not is_scaled) or (share or 1.0) != 1.0:
         raise SetupError(
-            "FMS would leave out how this model scales RoPE; nothing was loaded.",
+            "FMS would leave out how this model scales RoPE. Nothing was loaded.",
             found=f"rope_parameters {rope}",
             expected="rope_type default, for whole heads",
             fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
@@ -140,7 +140,7 @@ def _scaling(config: PreTrainedConfig, rope: dict[str, Any], architecture: str) 
     window = getattr(config, "sliding_window", None)
     if architecture == "mistral" and window is not None and window < config.max_position_embeddings:
         raise SetupError(
-            "FMS's mistral knows no sliding window, and would be another model beyond it; nothing was "
+            "FMS's mistral knows no sliding window, and would be another model beyond it. Nothing was "
             "loaded.",
             expected="no sliding_window, or one of all positions",
             found=f"sliding_window {window} of {config.max_position_embeddings}",
@@ -163,7 +163,7 @@ def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     cls = getattr(transformers, str(names[0]), None)
     if cls is None:
         raise SetupError(
-            "config.json names no architecture that transformers has; nothing was loaded.",
+            "config.json names no architecture that transformers has. Nothing was loaded.",
             expected="architectures in config.json",
             found=names[0],
             fix="restore the checkpoint's own config.json",

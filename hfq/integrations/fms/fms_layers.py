@@ -57,7 +57,7 @@ class Layers:
         linears = [part for part in parts if isinstance(part, QuantizedLinear)]
         if len(linears) != len(parts):
             raise FormatError(
-                "FMS fuses packed tensors that are no linear layers; nothing was loaded.",
+                "FMS fuses packed tensors that are no linear layers. Nothing was loaded.",
                 tensor=name,
                 expected="linear layers",
                 found=", ".join(type(part).__name__ for part in parts),
@@ -102,7 +102,7 @@ class Layers:
         found = self._match.quantized[part.name]
         if found.target.kind not in ("linear", "embedding"):
             raise FormatError(
-                "hfq does not give this packed tensor to FMS; nothing was loaded.",
+                "hfq does not give this packed tensor to FMS. Nothing was loaded.",
                 tensor=part.name,
                 found=found.target.kind,
                 expected="a linear layer or an embedding",
@@ -140,7 +140,7 @@ class Layers:
             return map_tensors(self.reader, infos)
         if cpu_memory == "mmap":
             raise PlacementError(
-                "A packed row cannot be used where it lies in the file; nothing was loaded.",
+                "A packed row cannot be used where it lies in the file. Nothing was loaded.",
                 tensor=next(iter(infos.values())).name,
                 expected="tensors aligned to their own dtype",
                 found="misaligned ones",
@@ -172,7 +172,7 @@ def rank_slice_of(
     count = whole[axis] // shape[axis] if shape[axis] else 0
     if shape[1 - axis] != whole[1 - axis] or count * shape[axis] != whole[axis] or not 1 < count <= world:
         raise FormatError(
-            "A packed layer does not fit its place in the FMS model; nothing was loaded.",
+            "A packed layer does not fit its place in the FMS model. Nothing was loaded.",
             tensor=name,
             expected=f"[{shape[0]}, {shape[1]}] on each of {world} ranks",
             found=f"[{whole[0]}, {whole[1]}] stored",

@@ -112,7 +112,7 @@ def make_meta_model(
         )
     except (AssertionError, ValueError, KeyError, TypeError) as error:
         raise SetupError(
-            "FMS cannot build this model; nothing was loaded.",
+            "FMS cannot build this model. Nothing was loaded.",
             file=source.checkpoint.root,
             found=f"{type(error).__name__}: {error}",
             expected="a config, and a number of ranks, that FMS takes",
@@ -145,7 +145,7 @@ def _place_layer(
         replaced = model.get_submodule(name)
     except AttributeError:
         names = [other for other, _ in model.named_modules()]
-        problems.append(f"{name}: packed, and FMS's model has no such layer{nearest(name, names)}")
+        problems.append(f"{name}: packed, and FMS's model has no such layer.{nearest(name, names)}")
         return
     rank, world = _ranks(model, name)
     shape = (getattr(replaced, "out_features", None), getattr(replaced, "in_features", None))

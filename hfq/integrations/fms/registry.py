@@ -142,7 +142,7 @@ def _asking(original: Any) -> Any:
         source = read_source(model_path or config.name_or_path, config)
         if source.architecture not in ARCHITECTURES:
             raise SetupError(
-                f"FMS's {source.architecture} does not ask its registry for its linear layers; nothing was "
+                f"FMS's {source.architecture} does not ask its registry for its linear layers. Nothing was "
                 f"loaded.",
                 expected=", ".join(ARCHITECTURES),
                 found=source.architecture,

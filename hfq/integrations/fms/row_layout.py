@@ -125,7 +125,7 @@ def _parts(
 
 def _unfit(name: str | None, found: str, expected: str) -> FormatError:
     return FormatError(
-        "FMS's adapter does not lay this packed layer out as hfq can; nothing was loaded.",
+        "FMS's adapter does not lay this packed layer out as hfq can. Nothing was loaded.",
         tensor=name,
         expected=expected,
         found=found,

@@ -65,7 +65,7 @@ class RemoteModel:
         self.fetched_nbytes, self._lock = 0, Lock()
         if not _COMMIT.fullmatch(self.commit):
             raise CheckpointError(
-                "The hub named no commit for the model; nothing was planned.",
+                "The hub named no commit for the model. Nothing was planned.",
                 file=repo,
                 expected="40 hexadecimal digits",
                 found=repr(info.sha)[:80],
@@ -198,7 +198,7 @@ class _RemoteFile:
         if is_part and response.status_code != 206:
             raise CheckpointError(
                 "The server does not give parts of files, without which hfq would have to download the "
-                "weights; nothing was planned.",
+                "weights. Nothing was planned.",
                 file=f"{self.model.repo}/{self.name}",
                 expected="206 Partial Content",
                 found=f"status {response.status_code}",
@@ -212,7 +212,7 @@ class _RemoteFile:
         found = response.headers.get("content-range", "") if is_part else wanted
         if commits - {self.model.commit} or (self.tag is not None and tag != self.tag) or found != wanted:
             raise CheckpointError(
-                "A file on the hub changed while it was read; nothing was planned.",
+                "A file on the hub changed while it was read. Nothing was planned.",
                 file=f"{self.model.repo}/{self.name}",
                 expected=f"{wanted}, tag {self.tag}, commit {self.model.commit}",
                 found=f"{found}, tag {tag}, commit {', '.join(commits) or 'unnamed'}",
@@ -234,7 +234,7 @@ class _RemoteFile:
             why = f" ({type(error).__name__})"
         if len(data) != nbytes:
             raise CheckpointError(
-                "The hub's answer was cut short, or was too long; nothing was planned.",
+                "The hub's answer was cut short, or was too long. Nothing was planned.",
                 file=f"{self.model.repo}/{self.name}",
                 expected=f"{nbytes} bytes",
                 found=f"{len(data)} bytes{why}",

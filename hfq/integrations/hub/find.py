@@ -164,7 +164,7 @@ def _keep(headers_only: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
             raise
     except OSError as error:
         raise CheckpointError(
-            "Fetched headers could not be kept; nothing was left behind.",
+            "Fetched headers could not be kept. Nothing was left behind.",
             file=archive,
             expected="a writable folder with free space",
             found=error.strerror,

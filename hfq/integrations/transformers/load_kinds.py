@@ -88,7 +88,7 @@ def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[ModelLoader
     for other in requested[1:]:
         if other.name in chosen.excludes:
             raise SetupError(
-                f"A load cannot be of two kinds, {chosen.name} and {other.name}; nothing was loaded.",
+                f"A load cannot be of two kinds, {chosen.name} and {other.name}. Nothing was loaded.",
                 expected="one of them",
                 found="both",
                 fix=f"leave out what asks for {other.name}",

@@ -111,7 +111,7 @@ def _completing(original: Callable) -> Callable:
             return original(self, save_directory, *args, **kwargs)
         if kwargs.get("distributed_checkpoint"):
             raise SetupError(
-                "save_pretrained(distributed_checkpoint=True) cannot write packed layers; nothing was saved.",
+                "save_pretrained(distributed_checkpoint=True) cannot write packed layers. Nothing was saved.",
                 file=save_directory,
                 expected="distributed_checkpoint=False",
                 found="True",

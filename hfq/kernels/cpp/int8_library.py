@@ -140,7 +140,7 @@ def rounded_linear(
         most: The best engine to use, where the processor has it.
 
     Raises:
-        MemoryError: There is none for the codes of the activations; nothing was written.
+        MemoryError: There is none for the codes of the activations. Nothing was written.
     """
     status = _library().hfq_int8_linear(  # type: ignore[union-attr]
         weight.packed,

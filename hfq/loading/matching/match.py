@@ -106,7 +106,7 @@ def match_model(
     if match.problems:
         unused = ", ".join(match.unused[:8])
         raise FormatError(
-            f"The checkpoint does not match {type(model).__name__}; nothing was loaded.",
+            f"The checkpoint does not match {type(model).__name__}. Nothing was loaded.",
             file=checkpoint.root,
             problems=match.problems,
             found=f"tensors without a place: {unused}" if unused else None,
@@ -269,7 +269,7 @@ class _Matcher:
             info = tensors.get(spec.name)
             if info is None and (not spec.optional or (spec.role == "bias" and target_module.has_bias)):
                 match.problems.append(
-                    f"{module}.{spec.name}: missing, expected {spec}{match.hint(spec.name, tensors)}"
+                    f"{module}.{spec.name}: missing, expected {spec}.{match.hint(spec.name, tensors)}"
                 )
             elif info is not None and (info.dtype not in spec.dtypes or info.shape != spec.shape):
                 match.problems.append(f"{info.name}: expected {spec}, found {info}")
@@ -278,7 +278,7 @@ class _Matcher:
                 match.kept.append(info.name)
             elif local not in specs:
                 match.problems.append(
-                    f"{info.name}: unexpected beside a {found.describe()} layer{match.hint(local, specs)}"
+                    f"{info.name}: unexpected beside a {found.describe()} layer.{match.hint(local, specs)}"
                 )
         match.quantized[target_module.name] = QuantizedModuleMatch(
             target_module, found, {local: tensors[local] for local in specs if local in tensors}
@@ -295,7 +295,7 @@ class _Matcher:
             if place is None:
                 match.unused.append(info.part_of or info.name)
                 if names.is_within(name, self._submodules) and not names.is_ignored(info.name):
-                    match.problems.append(f"{info.name}: unexpected{match.hint(name, self.parameters)}")
+                    match.problems.append(f"{info.name}: unexpected.{match.hint(name, self.parameters)}")
                 continue
             if name in match.unquantized and not merged:
                 match.problems.append(

@@ -105,7 +105,7 @@ def find_skipped(model: nn.Module, patterns: Sequence[str] | None, within: Itera
         if not found:
             raise SetupError(
                 f"modules_to_not_convert names {pattern!r}, which matches nothing in the "
-                f"model{nearest(pattern, known)}.",
+                f"model.{nearest(pattern, known)}",
                 expected="names of modules",
                 found=pattern,
                 fix="correct modules_to_not_convert",
@@ -131,7 +131,7 @@ def check_unfused(block: nn.Module, name: str, skipped: Iterable[str]) -> None:
         is_of_torch = type(block.get_submodule(local.rpartition(".")[0])).__module__.startswith("torch.nn.")
         if parameter.dim() > 2 and not is_of_torch and owner not in left:
             raise SetupError(
-                "A model stores experts as one tensor, which hfq does not quantize; nothing was done.",
+                "A model stores experts as one tensor, which hfq does not quantize. Nothing was done.",
                 tensor=f"{owner}.{last}",
                 expected="linear layers",
                 found=str(list(parameter.shape)),

@@ -128,7 +128,7 @@ def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -
     scheme = _scheme(found.format, config)
     if scheme is not None and scheme.dtype not in READABLE_DTYPES:
         raise SetupError(
-            "HfqConfig(quantize_activations=True) cannot be used with this checkpoint; nothing was loaded.",
+            "HfqConfig(quantize_activations=True) cannot be used with this checkpoint. Nothing was loaded.",
             found=scheme.dtype,
             expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
             fix="pass HfqConfig(quantize_activations=False): the weights are used exactly, the activations "

@@ -62,7 +62,7 @@ class QuantizingLoader(ModelLoader):
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         if config._source is not None:
             raise FormatError(
-                "The config says that the model is quantized already; nothing was loaded.",
+                "The config says that the model is quantized already. Nothing was loaded.",
                 file="config.json",
                 expected="a model of floats",
                 found=f"quant_method={config._source.get('quant_method')!r}",
@@ -145,8 +145,8 @@ class QuantizingLoader(ModelLoader):
             device = self.devices[f"{name}.{next(iter(module.infos))}"]
             if device == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
-                    "A layer that is packed while loading rests on disk, and nothing says in which folder; "
-                    "nothing was loaded.",
+                    "A layer that is packed while loading rests on disk, and nothing says in which folder. "
+                    "Nothing was loaded.",
                     tensor=layer.name,
                     expected="offload_folder",
                     found="None",
@@ -175,7 +175,7 @@ class QuantizingLoader(ModelLoader):
             flat = tensors[local].contiguous().reshape(-1).view(torch.uint8)
             if flat.numel() != info.nbytes:
                 raise FormatError(
-                    "A layer was packed into other bytes than planned; nothing was loaded.",
+                    "A layer was packed into other bytes than planned. Nothing was loaded.",
                     tensor=info.name,
                     expected=f"{info.nbytes} bytes",
                     found=f"{flat.numel()} bytes",

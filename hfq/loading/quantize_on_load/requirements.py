@@ -35,7 +35,7 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
     }
     raise_first(
         SetupError(
-            f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.",
+            f"from_pretrained cannot pack a model while loading it with {what}. Nothing was loaded.",
             found=what,
             expected="a method that rounds to nearest, and a load of one process",
             fix=fix,
@@ -53,7 +53,7 @@ def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
     """
     if config.recipe is not None:
         raise SetupError(
-            f"{caller} loads what is quantized already, and the config says how to quantize; nothing was "
+            f"{caller} loads what is quantized already, and the config says how to quantize. Nothing was "
             f"loaded.",
             expected="no quantize_weights",
             found=f"method={config.recipe.method!r}",

@@ -94,12 +94,12 @@ def plan_virtual_checkpoint(
         SetupError: The blocks of the model are not known, or nothing is left to pack.
         FormatError: The checkpoint is quantized already, does not match, or a layer cannot be packed.
     """
-    check_floats(floats, "nothing was loaded")
+    check_floats(floats, "Nothing was loaded")
     recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping)
     layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
     if not layers:
         raise SetupError(
-            "No layer is left to pack; nothing was loaded.",
+            "No layer is left to pack. Nothing was loaded.",
             expected="linear layers in the model's blocks",
             found="none",
             fix="correct modules_to_not_convert",
@@ -152,7 +152,7 @@ def _layers(
             weight = match.unquantized.get(f"{name}.weight")
             if weight is None or f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
                 raise FormatError(
-                    "A layer is stored in a way that cannot be packed; nothing was loaded.",
+                    "A layer is stored in a way that cannot be packed. Nothing was loaded.",
                     tensor=f"{name}.weight",
                     expected="one tensor named ….weight",
                     found=", ".join(match.merged.get(f"{name}.weight", [str(weight)])),

@@ -214,7 +214,7 @@ class SlicedLoader(ModelLoader):
             for name in sorted({*first, *found}):
                 if first.get(name) != found.get(name):
                     raise FormatError(
-                        "The slices of a packed layer are to be read in different ways; nothing was loaded.",
+                        "The slices of a packed layer are to be read in different ways. Nothing was loaded.",
                         tensor=name,
                         rank=rank,
                         expected=f"{first.get(name, {})}, as on rank 0",

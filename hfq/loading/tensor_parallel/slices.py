@@ -109,7 +109,7 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     plan = kwargs.get("tp_plan")
     if plan is not None and plan != "auto" and not isinstance(plan, dict):
         raise SetupError(
-            "from_pretrained(tp_plan=…) was given no plan; nothing was loaded.",
+            "from_pretrained(tp_plan=…) was given no plan. Nothing was loaded.",
             expected='"auto", or {layer: style}',
             found=repr(plan)[:80],
             fix='pass "auto"',
@@ -139,7 +139,7 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     }
     raise_first(
         SetupError(
-            f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}; nothing was loaded.",
+            f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}. Nothing was loaded.",
             found=what,
             expected="tensor parallelism alone",
             fix=fix,
@@ -157,7 +157,7 @@ def check_alone() -> None:
     """
     if is_zero3():
         raise SetupError(
-            "Tensor parallelism cannot be used while a ZeRO-3 config is active; nothing was loaded.",
+            "Tensor parallelism cannot be used while a ZeRO-3 config is active. Nothing was loaded.",
             expected="tensor parallelism or ZeRO-3",
             found="both",
             fix="leave tp_plan out: ZeRO-3 shards the model itself",
@@ -285,7 +285,7 @@ def _check_scheme(module: QuantizedLinear, part: LayerSlice) -> None:
         is_local = part.is_aligned(scheme.group_size or part.size)
     if not is_local:
         raise SetupError(
-            "HfqConfig(quantize_activations=True) cannot be used with a layer whose input is cut; nothing "
+            "HfqConfig(quantize_activations=True) cannot be used with a layer whose input is cut. Nothing "
             "was loaded.",
             tensor=module.name,
             expected="static scales, or groups that are not cut",
@@ -296,7 +296,7 @@ def _check_scheme(module: QuantizedLinear, part: LayerSlice) -> None:
 
 def _uncuttable(name: str, found: str, expected: str) -> PlacementError:
     return PlacementError(
-        "A packed layer cannot be cut as tp_plan asks; nothing was loaded.",
+        "A packed layer cannot be cut as tp_plan asks. Nothing was loaded.",
         tensor=name,
         found=found,
         expected=expected,

@@ -135,7 +135,7 @@ def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapp
         first = str(entry["gpus"][0])
         kind = next((known for known in gpus if first.casefold().startswith(known.casefold())), None)
         if kind is None:
-            raise _refused(path, first, f"an accelerator of this file{nearest(first, gpus)}")
+            raise _refused(path, first, f"an accelerator of this file.{nearest(first, gpus)}")
         device = _rate(path, kind, "memory_rate", gpus[kind]["memory_rate"])
     source = "published limits of the catalog"
     profile = Profile(

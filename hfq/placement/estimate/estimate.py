@@ -225,7 +225,7 @@ def _does_not_fit(
         else "use a smaller model"
     )
     return PlacementError(
-        "The model does not fit this machine; nothing was loaded.",
+        "The model does not fit this machine. Nothing was loaded.",
         expected=error.expected or "room for weights beside these",
         found=f"{hardware.capacities()[main]:,} B on {main}, of which KV cache {taken[0]:,} B and "
         f"activations {taken[1]:,} B",

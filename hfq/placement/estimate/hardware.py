@@ -76,7 +76,7 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
     if nbytes is None or not least <= nbytes <= _MOST_NBYTES:
         hint = nearest(found[2].upper(), _UNITS) if found and unit is None else ""
         raise PlacementError(
-            f"{what} is no size{hint}.",
+            f"{what} is not a size.{hint}",
             expected=f"{least} B or more, for example 24GiB or 64GB",
             found=repr(text),
             fix=f"pass {what} 24GiB, for example",
@@ -113,7 +113,7 @@ def parse_gpus(texts: Sequence[str], known: Mapping[str, int] | None = None) -> 
             gpus += [parse_size(kind, "--gpu")] * count
         else:
             raise PlacementError(
-                f"There is no accelerator {kind!r} in the catalog{nearest(kind, known)}.",
+                f"There is no accelerator {kind!r} in the catalog.{nearest(kind, known)}",
                 found=repr(text),
                 expected=f"memory, as 24GiB×2, or one of: {', '.join(known) or 'none'}",
                 fix="pass its memory: --gpu 24GiB",

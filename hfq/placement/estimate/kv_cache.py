@@ -132,7 +132,7 @@ def _check(batch: int, context: int, kv_dtype: str) -> None:
             )
     if kv_dtype not in KV_DTYPES:
         raise PlacementError(
-            f"--kv-cache-dtype {kv_dtype} is not valid{nearest(kv_dtype, KV_DTYPES)}.",
+            f"--kv-cache-dtype {kv_dtype} is not valid.{nearest(kv_dtype, KV_DTYPES)}",
             expected=", ".join(KV_DTYPES),
             found=kv_dtype,
             fix="Pass --kv-cache-dtype auto, or another of these.",

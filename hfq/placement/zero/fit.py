@@ -104,7 +104,7 @@ def fit_zero3(
         else []
     )
     raise PlacementError(
-        "The model does not fit under ZeRO-3; nothing was loaded.",
+        "The model does not fit under ZeRO-3. Nothing was loaded.",
         expected="room on each rank and node",
         problems=tried,
         found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",

@@ -107,7 +107,7 @@ class ZeroSetup:
                 "ranks_per_node", self.on_a_node, f"1 to {self.ranks}", "pass the processes of one node"
             )
         if self.optimizer not in OPTIMIZERS:
-            fix = f"choose one of these{nearest(self.optimizer, OPTIMIZERS)}"
+            fix = f"choose one of these.{nearest(self.optimizer, OPTIMIZERS)}"
             raise _refused("optimizer", repr(self.optimizer), ", ".join(OPTIMIZERS), fix)
         for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
             device = getattr(self, name)

@@ -80,7 +80,7 @@ def _adapters(
             raise PlacementError(
                 "A LoRA target matches no linear layer of the checkpoint.",
                 expected=", ".join(sorted(ends)),
-                found=f"{target!r}{nearest(target, ends)}",
+                found=f"{target!r}.{nearest(target, ends)}",
                 fix="correct the target",
             )
     chosen = [name for name in linear if _matches(name, targets)]

@@ -165,7 +165,7 @@ def check_same_plan(digests: Iterable[Mapping[str, str]]) -> None:
         differing = [what for what in {**first, **found} if first.get(what) != found.get(what)]
         if differing:
             raise PlacementError(
-                "The ranks of this run do not mean the same model; nothing was loaded.",
+                "The ranks of this run do not mean the same model. Nothing was loaded.",
                 rank=rank,
                 expected="what rank 0 has",
                 found=f"a difference in: {', '.join(differing)}",

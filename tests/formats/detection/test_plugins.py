@@ -62,7 +62,7 @@ def test_a_method_that_is_met_loads_its_format_and_the_format_reads(install):
 )
 def test_without_its_method_a_format_is_not_imported(install, method):
     install("raise RuntimeError('imported')")
-    with pytest.raises(NotQuantizedFormatError, match="nothing was loaded"):
+    with pytest.raises(NotQuantizedFormatError, match="Nothing was loaded"):
         detect(method)
     assert "halves_of_tests" not in sys.modules
 

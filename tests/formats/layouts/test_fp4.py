@@ -155,14 +155,14 @@ def test_scales_without_a_sign_have_their_own_values():
     tensors = {"weight_packed": any_bytes(51, 40), "weight_scale": scale}
     found = Nvfp4E5m3.detect("m", described("m", tensors), {})
     check(found, tensors, by_hand(tensors["weight_packed"], lambda n, g: ue5m3(int(scale[n, g])), 16))
-    with pytest.raises(FormatError, match=r"(?s)not finite; nothing was loaded.*m.weight_scale"):
+    with pytest.raises(FormatError, match=r"(?s)not finite. Nothing was loaded.*m.weight_scale"):
         found.resolve("m", tensors | {"weight_scale": torch.full_like(scale, 255)})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_global_scale_that_nothing_can_be_divided_by_is_refused(value):
     tensors = nvfp4((4, 64)) | {"weight_global_scale": torch.tensor([value])}
-    with pytest.raises(FormatError, match=r"(?s)nothing was loaded.*m.weight_global_scale"):
+    with pytest.raises(FormatError, match=r"(?s)Nothing was loaded.*m.weight_global_scale"):
         Nvfp4.detect("m", described("m", tensors), NV).resolve("m", tensors)
 
 
@@ -171,14 +171,14 @@ def test_the_power_255_is_no_scale(cls):
     tensors = cls().quantize(torch.randn(4, 64))
     name = "scales" if cls is GptOssMxfp4 else "weight_scale"
     tensors[name][3, 1] = 255
-    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*m.{name}"):
+    with pytest.raises(FormatError, match=rf"(?s)not finite. Nothing was loaded.*m.{name}"):
         cls().resolve("m", tensors)
 
 
 def test_a_nan_among_e4m3_scales_is_refused():
     tensors = nvfp4((4, 64)) | {"weight_global_scale": torch.ones(1)}
     tensors["weight_scale"].view(torch.uint8)[2, 3] = 0xFF
-    with pytest.raises(FormatError, match=r"(?s)not finite; nothing was loaded.*m.weight_scale.*\[2, 3\]"):
+    with pytest.raises(FormatError, match=r"(?s)not finite. Nothing was loaded.*m.weight_scale.*\[2, 3\]"):
         Nvfp4.detect("m", described("m", tensors), NV).resolve("m", tensors)
 
 

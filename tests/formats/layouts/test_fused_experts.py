@@ -185,6 +185,6 @@ def test_an_expert_that_is_stored_fused_and_by_itself_is_refused():
     alone = {"experts.1.down_proj.weight": any_bytes(8, 16).view(torch.float8_e4m3fn)}
     for tensors in (fused | alone, alone | fused):
         with pytest.raises(
-            FormatError, match=r"(?s)stores an expert twice; nothing was loaded.*experts.1.down_proj.weight"
+            FormatError, match=r"(?s)stores an expert twice. Nothing was loaded.*experts.1.down_proj.weight"
         ):
             split_experts(infos(tensors))

@@ -45,7 +45,7 @@ REFUSED = [
 @pytest.mark.parametrize(("section", "option", "value"), REFUSED)
 def test_an_option_that_changes_packed_bytes_is_refused_by_name(section, option, value):
     alive = HfDeepSpeedConfig(config(**{section: {option: value}}))
-    with pytest.raises(SetupError, match=rf"{section}\.{option} .*nothing was loaded") as caught:
+    with pytest.raises(SetupError, match=rf"{section}\.{option} .*Nothing was loaded") as caught:
         AutoModelForCausalLM.from_pretrained(
             tiny_models.DATA / "tiny-llama-gptq", quantization_config=HfqConfig(), dtype=torch.bfloat16
         )

@@ -41,7 +41,7 @@ def load(options=None, **arguments):
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(arguments, found):
-    with pytest.raises(SetupError, match=r"nothing was loaded") as refusal:
+    with pytest.raises(SetupError, match=r"Nothing was loaded") as refusal:
         load(**arguments)
     assert f"found: {found}" in str(refusal.value)
     assert refusal.value.fix
@@ -58,7 +58,7 @@ def test_one_process_loads_the_model_whole_and_says_so(monkeypatch, caplog):
 
 
 def test_a_distributed_checkpoint_of_packed_layers_is_refused(tmp_path):
-    with pytest.raises(SetupError, match=r"(?s)distributed_checkpoint=True.*nothing was saved"):
+    with pytest.raises(SetupError, match=r"(?s)distributed_checkpoint=True.*Nothing was saved"):
         load().save_pretrained(tmp_path / "saved", distributed_checkpoint=True)
     assert not (tmp_path / "saved").exists()
 

@@ -119,7 +119,7 @@ def test_it_is_json_ready():
         ({"stage": 4}, "0, 1, 2 or 3"),
         ({"stage": 3, "ranks": 0}, "at least 1"),
         ({"stage": 3, "ranks": 2, "ranks_per_node": 3}, "1 to 2"),
-        ({"stage": 3, "optimizer": "adm"}, "did you mean 'adam'"),
+        ({"stage": 3, "optimizer": "adm"}, "Did you mean 'adam'"),
         ({"stage": 3, "offload_param": "disk"}, "none, cpu or nvme"),
         ({"stage": 2, "offload_param": "cpu"}, "stage 3"),
         ({"stage": 0, "offload_optimizer": "cpu"}, "stage 1"),

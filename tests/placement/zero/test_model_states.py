@@ -53,5 +53,5 @@ def test_an_unquantized_checkpoint_may_be_trained_whole(unquantized):
 
 
 def test_a_target_that_is_no_layer_is_refused(quantized):
-    with pytest.raises(PlacementError, match="did you mean 'q_proj'"):
+    with pytest.raises(PlacementError, match="Did you mean 'q_proj'"):
         count_states(quantized, 8, ["q_prj"])
