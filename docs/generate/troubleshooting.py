@@ -18,7 +18,7 @@ _HEAD = """# Troubleshooting
 Made by `make docs` from the sources; a test compares the two. Every error that hfq raises on purpose is an `HfqError` of one form:
 
 ```
-PlacementError: device_map has a key that matches nothing in the model; nothing was loaded.
+PlacementError: device_map has a key that matches nothing in the model. Nothing was loaded.
   expected: names of modules
   - 'model.layer.1'. Did you mean 'model.layers.1'?
 Fix: correct these keys

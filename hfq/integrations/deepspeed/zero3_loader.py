@@ -68,7 +68,7 @@ class Zero3Loader(ModelLoader):
             and config.nvme_source == "checkpoint"
         ):
             raise SetupError(
-                'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint; '
+                'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint. '
                 "Nothing was loaded.",
                 expected="files that every rank can read",
                 found='offload_param.device nvme, nvme_source="checkpoint"',
