@@ -38,7 +38,7 @@ docs: $(VENV)/.installed  ## write the pages and tables that are made from the s
 site: $(VENV)/.installed  ## build the documentation into build/site; a broken link fails
 	echo "Building the documentation into build/site"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this machine, undisturbed; writes docs/benchmarks
 	echo "Measuring loading, streaming and kernels; results go to docs/benchmarks"

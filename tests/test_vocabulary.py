@@ -103,7 +103,7 @@ def test_a_config_shows_its_options_and_nothing_else():
     assert (config.recipe, config.expert_cache_nbytes) == (hfq.Recipe("fp8"), 4 << 30)
     shown = re.findall(r"(\w+)=", repr(hfq.HfqConfig()))
     assert shown == list(inspect.signature(hfq.HfqConfig.__init__).parameters)[1:-1]
-    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| [\w -]+ \| `(\w+)` \|", text, re.MULTILINE) == shown
     assert not {"source", "options", "with_source"} & {name for name in dir(config) if name[0] != "_"}
 

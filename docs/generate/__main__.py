@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from generate import measured, placements, troubleshooting
+from generate import measured, placements
 from hfq.cli import formats
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "docs/formats.md": formats.as_markdown,
-    "docs/placements.md": placements.as_markdown,
-    "docs/troubleshooting.md": troubleshooting.as_markdown,
+    "docs/reference/formats.md": formats.as_markdown,
+    "docs/reference/placements.md": placements.as_markdown,
 }
-WITH_TABLES = ("README.md", "docs/offload.md")
+WITH_TABLES = ("README.md", "docs/how_to/choose_a_device_map.md")
 """Pages in which only the tables between two comments are made."""
 
 

@@ -1,4 +1,4 @@
-"""docs/placements.md: which dialect is tested in which placement, from the tables that the tests run over;
+"""docs/reference/placements.md: which dialect is tested in which placement, from the tables that the tests run over;
 and what stock tools do.
 """
 
@@ -25,7 +25,7 @@ _DEVICES = {
 }
 _HEAD = """# Dialects and placements
 
-Made by `make docs` from the tables that the tests run over; a test compares the two. [formats.md](formats.md) says what each dialect is and how its reading is tested.
+Made by `make docs` from the tables that the tests run over; a test compares the two. [formats](formats.md) says what each dialect is and how its reading is tested.
 
 ## hfq, and stock transformers beside it
 
@@ -39,7 +39,7 @@ Made by `make docs` from the tables that the tests run over; a test compares the
 | refused | an error that names the layer, before a weight is read |
 
 The first four are the contract suite ({placements} placements of {cases} checkpoints; `half` is one layer and the head on disk); ZeRO-3 runs on two CPU ranks ({ranks} and, for {sharded}, on three, in every home). No GPU has been at hand:
-placements on CUDA devices are written and have not run ([gpu.md](gpu.md)).
+placements on CUDA devices are written and have not run ([hardware status](../explanation/hardware_status.md)).
 
 Stock is {versions}, **on a machine without a GPU**; what it does with a GPU was not measured, and is better for several dialects.
 

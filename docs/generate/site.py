@@ -16,11 +16,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from generate import troubleshooting
+
 __all__ = ["on_config", "on_files", "on_page_markdown"]
 
 ROOT = Path(__file__).parents[2]
 _FIRST, _DOCS, _OTHERS = "README.md", "docs", "repository"
 _NOTEBOOKS = "examples/notebooks"
+_ERRORS = "reference/errors.md"
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
 
@@ -29,8 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Puts notebooks, measurements and whatever page the file does not name into the navigation."""
     sections = {name: items for entry in config.nav for name, items in entry.items()}
     sections["Notebooks"] += [_uri(path) for path in _found(_NOTEBOOKS, "*.ipynb")]
-    sections["Measured"] += [_uri(path) for path in _found("docs/benchmarks", "*.md")]
-    sections["Use"] += [uri for uri in map(_uri, _found("docs", "*.md")) if uri not in str(config.nav)]
+    sections["Benchmarks"] += [_uri(path) for path in _found("docs/benchmarks", "*.md")]
     return config
 
 
@@ -41,6 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         *_found(_NOTEBOOKS, "*.ipynb"),
         *(f"{_DOCS}/{file.src_uri}" for file in files.documentation_pages()),
     ]
+    errors = troubleshooting.as_markdown()
+    files.append(File.generated(config, _ERRORS, content=errors, inclusion=InclusionLevel.INCLUDED))
     seen = set(waiting)
     while waiting:
         path = waiting.pop()

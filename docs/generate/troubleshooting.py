@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every error of hfq with its cause and its fix, from the sources."""
+"""The page reference/errors.md of the site: every error of hfq with its cause and its fix, from the sources."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`hfq formats`: the dialects that hfq reads, from the registry; with `--markdown` the page
-docs/formats.md.
+docs/reference/formats.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_pr
 
 
 def formats(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/formats.md.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/reference/formats.md.")
+    ] = False,
 ) -> None:
     """Lists the formats that hfq reads, and those that it recognizes and does not support."""
     from rich.console import Console
@@ -70,7 +72,7 @@ def formats(
 
 
 def as_markdown() -> str:
-    """The text of docs/formats.md."""
+    """The text of docs/reference/formats.md."""
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
 

@@ -49,7 +49,7 @@ class ActivationScheme:
 
 @dataclass(frozen=True, slots=True)
 class FormatVariant:
-    """One row of `docs/formats.md`: a dialect that a format reads.
+    """One row of `docs/reference/formats.md`: a dialect that a format reads.
 
     Attributes:
         name: What its users call it.
@@ -199,7 +199,7 @@ class Format(ABC):
         raise FormatError(
             f"hfq does not cut {self.describe()} layers for tensor parallelism. Nothing was loaded.",
             found=f"{part}",
-            expected="a dialect whose layers can be cut (docs/tensor_parallel.md)",
+            expected="a dialect whose layers can be cut (docs/how_to/use_tensor_parallelism.md)",
             fix="use device_map in place of tp_plan",
         )
 
@@ -221,7 +221,7 @@ class Format(ABC):
         raise FormatError(
             f"hfq does not reorder the rows of {self.describe()} layers. Nothing was loaded.",
             found=self.describe(),
-            expected="a dialect whose rows can be reordered (docs/fms.md)",
+            expected="a dialect whose rows can be reordered (docs/how_to/use_ibm_fms.md)",
             fix="load the checkpoint with transformers",
         )
 

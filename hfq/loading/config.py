@@ -171,7 +171,7 @@ OPTIONS = (
     "reader_ranks",
     "nvme_source",
 )
-"""The options of `HfqConfig`, in the order of docs/options.md."""
+"""The options of `HfqConfig`, in the order of docs/reference/options.md."""
 
 
 def _check_known(others: Mapping[str, Any]) -> None:

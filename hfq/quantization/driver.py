@@ -53,7 +53,7 @@ def quantize(
     """Writes a quantized copy of a float checkpoint, one decoder layer at a time.
 
     Peak memory is at most one decoder layer in float32, the hidden states of the calibration data, and 400
-    MiB with all imports; AWQ and distillation take more (docs/quantize.md). A run that was killed goes on
+    MiB with all imports; AWQ and distillation take more. A run that was killed goes on
     where it stopped when it is started again, and gives the same bytes.
 
     Args:

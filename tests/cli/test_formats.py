@@ -15,7 +15,7 @@ TARGET_FORMATS = [dialect for cls in FORMATS.values() for dialect in cls.variant
 
 
 def test_the_page_is_what_the_registry_says():
-    assert (DOCS / "formats.md").read_text(encoding="utf-8") == as_markdown(), "run `make docs`"
+    assert (DOCS / "reference" / "formats.md").read_text(encoding="utf-8") == as_markdown(), "run `make docs`"
 
 
 def test_every_contract_row_belongs_to_a_dialect_and_every_dialect_has_one():

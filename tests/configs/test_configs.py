@@ -79,7 +79,7 @@ def test_zero3_md_has_the_commands_of_the_readme():
         ]
 
     assert len(found := commands(ROOT / "configs" / "deepspeed" / "README.md")) == 3
-    assert commands(ROOT / "docs" / "zero3.md") == found
+    assert commands(ROOT / "docs" / "how_to" / "use_zero3.md") == found
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)

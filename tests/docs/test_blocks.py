@@ -19,7 +19,8 @@ from hfq.cli.main import app
 from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/benchmarks", "configs/deepspeed", "configs/accelerate", "examples")
+DOCS = ("tutorials", "how_to", "reference", "explanation", "contributing", "benchmarks")
+FOLDERS = (".", *(f"docs/{name}" for name in DOCS), "configs/deepspeed", "configs/accelerate", "examples")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md")
 )
@@ -27,17 +28,26 @@ PAGES = sorted(
 NOT_RUN = {
     "README.md": ["make demo"],
     "configs/deepspeed/README.md": ["accelerate launch"],
-    "docs/fms.md": ["import torch"],
-    "docs/plan.md": ["hfq plan"],
-    "docs/quantize.md": ["make tables"],
-    "docs/quickstart.md": ["make demo"],
-    "docs/tensor_parallel.md": ["from hfq", "torchrun --nproc_per_node"],
-    "docs/zero3.md": ["import deepspeed", "accelerate launch"],
+    "docs/how_to/use_ibm_fms.md": ["import torch"],
+    "docs/how_to/plan_memory.md": ["hfq plan"],
+    "docs/how_to/quantize_and_publish.md": ["make tables"],
+    "docs/tutorials/quickstart.md": ["make demo"],
+    "docs/how_to/use_tensor_parallelism.md": ["from hfq", "torchrun --nproc_per_node"],
+    "docs/how_to/use_zero3.md": ["import deepspeed", "accelerate launch"],
 }
 """The first two words of each block that cannot run here, by page."""
 
-SLOW = ("docs/evaluate.md", "docs/quantize.md", "docs/report.md", "docs/training.md")
-NEEDS = {"docs/quantize.md": "optimum", "docs/report.md": "matplotlib", "docs/training.md": "peft"}
+SLOW = (
+    "docs/how_to/evaluate_and_compare.md",
+    "docs/how_to/quantize_and_publish.md",
+    "docs/how_to/record_a_timeline.md",
+    "docs/how_to/train_adapters.md",
+)
+NEEDS = {
+    "docs/how_to/quantize_and_publish.md": "optimum",
+    "docs/how_to/record_a_timeline.md": "matplotlib",
+    "docs/how_to/train_adapters.md": "peft",
+}
 """What a page says that has to be installed."""
 
 STAND_INS = {
@@ -118,7 +128,8 @@ def test_every_block_of_a_page_runs(page, folder):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
     shutil.copytree(
-        tiny_models.DATA / ("tiny-llama" if page == "docs/quantize.md" else "tiny-llama-gptq"),
+        tiny_models.DATA
+        / ("tiny-llama" if page == "docs/how_to/quantize_and_publish.md" else "tiny-llama-gptq"),
         folder / "MODEL",
     )
     names = {"path": str(tiny_models.DATA / "tiny-llama-gptq")}

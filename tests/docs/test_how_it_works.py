@@ -1,4 +1,4 @@
-"""docs/how_it_works.md names functions and classes that exist."""
+"""docs/explanation/how_it_works.md names functions and classes that exist."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "explanation" / "how_it_works.md").read_text(encoding="utf-8")
 NAMES = sorted(set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", TEXT)))
 """Each file, relative to the package, and the name in it."""
 

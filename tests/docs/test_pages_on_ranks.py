@@ -14,15 +14,15 @@ from tests.support.zero_launch import ROOT, start
 
 pytestmark = pytest.mark.slow
 
-PAGES = {"docs/zero3.md": 0.0, "docs/tensor_parallel.md": 0.02}
+PAGES = {"docs/how_to/use_zero3.md": 0.0, "docs/how_to/use_tensor_parallelism.md": 0.02}
 """By how much of the largest logit they may differ from those of one process. Sums of slices in bfloat16 are
-rounded before they are added: 0.7 % was measured (docs/tensor_parallel.md).
+rounded before they are added: 0.7 % was measured (docs/how_to/use_tensor_parallelism.md).
 """
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_block_of_a_page_runs_on_two_ranks(page, tmp_path):
-    if page == "docs/tensor_parallel.md":
+    if page == "docs/how_to/use_tensor_parallelism.md":
         pytest.importorskip(
             "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"
         )

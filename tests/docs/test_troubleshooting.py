@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every error of the sources, and an error that is raised is found there by its
+"""docs/reference/errors.md has every error of the sources, and an error that is raised is found there by its
 text.
 """
 

@@ -112,7 +112,9 @@ def test_logits_are_those_of_transformers_through_both_doors(case, paths):
 
 def test_the_code_of_the_page_runs(paths):
     code = re.search(
-        r"```python\n(.*?)```", (ROOT / "docs" / "fms.md").read_text(encoding="utf-8"), re.DOTALL
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "how_to" / "use_ibm_fms.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     )[1]
     path, names = paths["llama", "gptq-sym", 8], {}
     exec(code.replace("path/to/checkpoint", str(path)), names)

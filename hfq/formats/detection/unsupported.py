@@ -16,7 +16,7 @@ class UnsupportedFormatError(FormatError):
     """The checkpoint is in a dialect that hfq knows by sight and does not read."""
 
 
-_AGAIN = "quantize the original model again with one of the dialects in docs/formats.md"
+_AGAIN = "quantize the original model again with one of the dialects in docs/reference/formats.md"
 REFUSED = {
     "GPTQ Marlin": (
         "B beside s",
@@ -91,7 +91,7 @@ def refused(variant: str, file: str, tensor: str | None, found: str) -> Unsuppor
         f"The checkpoint is in the dialect {variant}, which hfq does not read. Nothing was loaded.",
         file=file,
         tensor=tensor,
-        expected="a dialect of docs/formats.md",
+        expected="a dialect of docs/reference/formats.md",
         found=found,
         fix=REFUSED[variant][1],
     )

@@ -7,7 +7,7 @@
     hfq.fms.register()
     model = fms.models.get_model("hf_pretrained", model_path=path, linear_config={"linear_type": "hfq"})
 
-FMS is optional (`pip install hfq[fms]`) and imported by these functions alone. See docs/fms.md.
+FMS is optional (`pip install hfq[fms]`) and imported only here. See docs/how_to/use_ibm_fms.md.
 """
 
 from __future__ import annotations

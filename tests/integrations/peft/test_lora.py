@@ -166,7 +166,7 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
         assert found.is_equal(expected)
     if (
         kind != "t5"
-    ):  # torch takes another attention kernel where T5's position bias needs no gradient: docs/design.md
+    ):  # torch takes another attention kernel where T5's position bias needs no gradient: docs/explanation/design.md
         assert run(loaded(DISK)).is_equal(found)
 
 
