@@ -39,7 +39,7 @@ def guard_attention(model: nn.Module | None = None) -> None:
     def forward(self: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
         # the arguments after q: k, v, position_ids, past_key_value_state, use_cache
         use_cache = kwargs.get("use_cache", args[4] if len(args) > 4 else False)
-        is_ours = isinstance(self.unquantized, QuantizedLinear) or getattr(self, _MARK, False)
+        is_ours = isinstance(self.dense, QuantizedLinear) or getattr(self, _MARK, False)
         if is_ours and not use_cache and q.size(1) == self.kvheads > 1:
             raise SetupError(
                 "FMS's attention would take heads for tokens, and give wrong logits.",
