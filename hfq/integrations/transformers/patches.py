@@ -23,6 +23,9 @@ Tested with transformers 5.17.0 and 5.23.0.
 6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel
    load before anything is opened. A rank that fails must take part before it can tell the others why, and hfq
    has to know whether it has.
+7. `PreTrainedModel.num_parameters` and `get_memory_footprint`, of models that hfq loaded. Upstream counts
+   the elements of stored tensors, and tied weights twice where they are on the meta device, so that the
+   result depends on the placement.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
+from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import failing_together, is_zero3
@@ -53,12 +57,14 @@ _one_load = threading.RLock()
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Patches 1, 3 and 5, and patch 2 for model classes."""
+    """Patches 1, 3, 5 and 7, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         _guard(module.PreTrainedModel)
         module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
+        for name, count in (("num_parameters", num_parameters), ("get_memory_footprint", memory_footprint)):
+            setattr(module.PreTrainedModel, name, _counting(getattr(module.PreTrainedModel, name), count))
         if hasattr(module.PreTrainedModel, "prepare_distribute_model"):
             prepare = module.PreTrainedModel.prepare_distribute_model.__func__
             module.PreTrainedModel.prepare_distribute_model = classmethod(noting_meshes(prepare))
@@ -101,6 +107,14 @@ def _validating(original: Callable) -> Callable:
         return resolved
 
     return get_resolved_checkpoint_files
+
+
+def _counting(original: Callable, count: Callable) -> Callable:
+    @functools.wraps(original)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> int:
+        return (count if is_loaded_by_hfq(self) else original)(self, *args, **kwargs)
+
+    return counted
 
 
 def _completing(original: Callable) -> Callable:
