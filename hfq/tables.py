@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Report", "ReportChart", "Table", "Target", "as_rate"]
+__all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,27 @@ class Table:
     def to_markdown(self) -> str:
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         return f"## {self.title}\n\n{self.note}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def to_html(self) -> str:
+        """Returns the table as HTML for a notebook; the note stands below it."""
+        cells = ["".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)]
+        cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows]
+        rows = "".join(f"<tr>{line}</tr>" for line in cells)
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        return f"<table>{caption}{rows}</table><pre>{html.escape(self.note)}</pre>"
+
+
+class Displayed:
+    """Base of results that print as text in a terminal and show a table in a notebook."""
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._table().to_html()
 
 
 class ReportChart(Protocol):

@@ -15,6 +15,7 @@ from hfq.evaluation.divergence import score_logits
 from hfq.evaluation.placed_models import load_model
 from hfq.evaluation.text import read_text, tokenize
 from hfq.evaluation.weights import Distance, Unit, Weights, digest, distance
+from hfq.tables import Displayed, Table
 
 __all__ = ["Difference", "LogitDistance", "Comparison", "compare"]
 
@@ -35,6 +36,7 @@ SAME_NUMBERS = ("other format", "other dtype")
 _PROMPT_TOKENS = 32
 _UNRELATED_COSINE = 0.1
 _FEW_ELEMENTS = 256
+_MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,16 @@ class LogitDistance:
     kl_mean: float
     top1_agreement: float
 
+    def __str__(self) -> str:
+        return (
+            f"logits of {self.tokens:,} tokens: {'equal' if self.is_equal else 'not equal'}, largest "
+            f"difference {self.max_abs:.3e}, relative L2 {self.relative_l2:.3e}, KL(A || B) "
+            f"{self.kl_mean:.3e} nats, top-1 agreement {self.top1_agreement:.2%}"
+        )
 
-@dataclass(frozen=True)
-class Comparison:
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Displayed):
     """The answer.
 
     Attributes:
@@ -111,6 +120,21 @@ class Comparison:
         if self.logits is not None and not self.logits.is_equal:
             parts.append(f"logits {self.logits.relative_l2:.2e} apart (relative L2)")
         return f"not the same model: {', '.join(parts)}"
+
+    def __str__(self) -> str:
+        lines = [self.verdict, f"{self.identical:,} of {self.weights:,} weights have the same bytes"]
+        if self.logits is not None:
+            lines.append(str(self.logits))
+        return "\n".join(lines)
+
+    def _table(self) -> Table:
+        rows = [
+            (each.name, each.kind, each.first or "-", each.second or "-")
+            for each in self.differences[:_MOST_ROWS]
+        ]
+        left = len(self.differences) - len(rows)
+        note = f"{self}\n… and {left:,} more weights that differ" if left else str(self)
+        return Table(f"A: {self.first}, B: {self.second}", note, ("weight", "difference", "A", "B"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

@@ -16,6 +16,7 @@ from hfq.evaluation.perplexity import score, score_against
 from hfq.evaluation.placed_models import ModelSize, load_model, text_config
 from hfq.evaluation.text import read_text, tokenize
 from hfq.evaluation.windows import cut
+from hfq.tables import Displayed, Table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,8 +26,8 @@ __all__ = ["Quality", "evaluate"]
 _DEFAULT_LENGTH = 512
 
 
-@dataclass(frozen=True)
-class Quality:
+@dataclass(frozen=True, repr=False)
+class Quality(Displayed):
     """One row of the table.
 
     Attributes:
@@ -49,6 +50,29 @@ class Quality:
     bits_per_quantized_weight: float | None
     load_seconds: float
     seconds: float | None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self._facts())
+
+    def _table(self) -> Table:
+        note = "the reference" if self.is_reference else ""
+        return Table(self.path, note, ("", "value"), self._facts())
+
+    def _facts(self) -> list[tuple[str, str]]:
+        score = self.score
+        facts = [
+            ("checkpoint", self.path),
+            ("formats", self.formats),
+            ("perplexity", f"{score.perplexity:.4f}"),
+            ("bits per weight", f"{self.bits_per_weight:.3f}"),
+            ("bytes", f"{self.nbytes:,}"),
+            ("tokens", f"{score.tokens:,}"),
+        ]
+        if score.kl_mean is not None and score.kl_p99 is not None and score.top1_agreement is not None:
+            facts.append(("mean KL from the reference, nats", f"{score.kl_mean:.3e}"))
+            facts.append(("99th percentile of KL, nats", f"{score.kl_p99:.3e}"))
+            facts.append(("top-1 agreement", f"{score.top1_agreement:.2%}"))
+        return facts
 
     def to_dict(self) -> dict:
         """As plain data, with the score's fields among the others."""

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from hfq.tables import Displayed, Table
+
 __all__ = ["ModuleDevice", "Plan", "PlanEntry"]
 
 
@@ -54,8 +56,8 @@ class ModuleDevice:
     quantized_nbytes: int
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """Every tensor's home, and the sums over them."""
 
     entries: tuple[PlanEntry, ...]
@@ -97,6 +99,17 @@ class Plan:
             "onloaded_nbytes": self.onloaded_nbytes(),
             "tensors": [asdict(entry) for entry in self.entries],
         }
+
+    def _table(self) -> Table:
+        tensors, onloaded = Counter(entry.device for entry in self.entries), Counter[str]()
+        for entry in self.entries:
+            onloaded[entry.device] += entry.nbytes * entry.is_moved
+        rows = [
+            (device, f"{tensors[device]:,}", f"{nbytes:,}", f"{onloaded[device]:,}")
+            for device, nbytes in self.nbytes_by_device().items()
+        ]
+        header = ("device", "tensors", "bytes stored", "bytes onloaded per forward")
+        return Table("hfq plan", str(self), header, rows)
 
     def __str__(self) -> str:
         devices = ", ".join(f"{device} {nbytes:,} B" for device, nbytes in self.nbytes_by_device().items())

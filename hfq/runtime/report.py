@@ -21,6 +21,7 @@ from hfq.offload.read_limit import measure_limit
 from hfq.placement.plan import ModuleDevice, Plan
 from hfq.runtime.predicted_speed import SpeedReport, report_speed
 from hfq.runtime.timeline import Timeline, measure_timeline
+from hfq.tables import Displayed, Table
 from hfq.version import __version__
 
 __all__ = ["DeviceReport", "OutlierReport", "Report", "OffloadReport", "report"]
@@ -108,8 +109,8 @@ class OutlierReport:
         return self.outliers / self.channels if self.channels else 0.0
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Displayed):
     """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers, and what
     happened when.
 
@@ -147,6 +148,12 @@ class Report:
     def save(self, file: str | os.PathLike) -> None:
         """Writes the report as JSON."""
         Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def _table(self) -> Table:
+        rows = [(each.device, f"{each.nbytes:,}", f"{each.onloaded_nbytes:,}") for each in self.devices]
+        notes = str(self).splitlines()[len(rows) :]
+        header = ("device", "bytes stored", "bytes onloaded per forward")
+        return Table("hfq report", "\n".join(notes), header, rows)
 
     def __str__(self) -> str:
         lines = [
