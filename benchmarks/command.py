@@ -74,6 +74,12 @@ def _load(options: Options) -> Report:
     return bench_load(options.folder, options.size, options.rounds, _say)
 
 
+def _memory(options: Options) -> Report:
+    from benchmarks.memory import bench_memory
+
+    return bench_memory(options.folder, options.size, options.rounds, _say)
+
+
 def _stream(options: Options) -> Report:
     from benchmarks.stream.bench_stream import bench_stream
 
@@ -147,6 +153,9 @@ def _check_quality(report: Report) -> None:
 BENCHMARKS = {
     "load": Benchmark(
         _load, 2.4e9, "Time, memory, and reads of loading: hfq, transformers, and safetensors, cold and warm."
+    ),
+    "memory": Benchmark(
+        _memory, 6.4e9, "Peak memory against model size: plain transformers and hfq, in memory and on disk."
     ),
     "stream": Benchmark(
         _stream,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hfq.plots.charts import Chart, Scatter
+from hfq.plots.charts import Chart, Lines, Scatter
 from hfq.plots.fields import Fields
 from hfq.plots.section import Picture, Section
 from hfq.tables import Table
@@ -57,7 +57,7 @@ def _targets(fields: Fields) -> Table | None:
     )
 
 
-def _chart(chart: Fields) -> Chart | Scatter:
+def _chart(chart: Fields) -> Chart | Lines | Scatter:
     kind = chart.text("kind")
     if kind == "Chart":
         groups = chart.texts("groups")
@@ -76,7 +76,24 @@ def _chart(chart: Fields) -> Chart | Scatter:
         if not points:
             raise chart.wrong("one point or more", [], "points")
         return Scatter(chart.text("title"), chart.text("x"), chart.text("y"), points)
-    raise chart.wrong("Chart or Scatter", kind, "kind")
+    if kind == "Lines":
+        return Lines(chart.text("title"), chart.text("x"), chart.text("y"), _lines(chart))
+    raise chart.wrong("Chart, Lines, or Scatter", kind, "kind")
+
+
+def _lines(chart: Fields) -> dict[str, list[tuple[float, float]]]:
+    series = chart.object("series")
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name in series.names():
+        found[name] = []
+        for point in series.items(name):
+            if not isinstance(point, list) or len(point) != 2:
+                raise series.wrong("x and y", point, name)
+            x, y = (series.numbers_of(name, value) for value in point)
+            found[name].append((x, y))
+    if not found:
+        raise chart.wrong("one series or more", found, "series")
+    return found
 
 
 def _series(chart: Fields, groups: int) -> dict[str, list[float | None]]:
@@ -92,7 +109,13 @@ def _series(chart: Fields, groups: int) -> dict[str, list[float | None]]:
     return found
 
 
-def _alt(chart: Chart | Scatter) -> str:
+def _alt(chart: Chart | Lines | Scatter) -> str:
+    if isinstance(chart, Lines):
+        said = "; ".join(
+            f"{name}: " + ", ".join(f"{x:.3g} → {y:.3g}" for x, y in points)
+            for name, points in chart.series.items()
+        )
+        return f"Lines of {chart.y} by {chart.x}. {said}."
     if isinstance(chart, Scatter):
         said = "; ".join(f"{name}: {x:.4g}, {y:.4g}" for name, x, y in chart.points)
         return f"Points by {chart.x} and {chart.y}. {said}."

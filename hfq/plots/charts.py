@@ -8,7 +8,7 @@ from typing import Any
 
 from hfq.plots.chart_labels import label_points
 
-__all__ = ["Chart", "Scatter"]
+__all__ = ["Chart", "Lines", "Scatter"]
 
 _HATCHES = (None, "///", "...", "xxx")
 _LABEL_POINTS = 22
@@ -93,3 +93,37 @@ class Scatter:
     def to_dict(self) -> dict[str, Any]:
         """Returns the chart as JSON-ready data."""
         return {"kind": "Scatter"} | asdict(self)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines through points (x, y), one line of each series.
+
+    Attributes:
+        title: The title.
+        x: Label of the x axis, with its unit.
+        y: Label of the y axis, with its unit.
+        series: Points by series, in the order of x.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+
+    def draw(self, figure: Any) -> None:
+        """Draws the chart into an empty figure of matplotlib."""
+        figure.set_size_inches(7, 4)
+        axes = figure.subplots()
+        for marker, (name, points) in zip("osv^Dx*+" * len(self.series), self.series.items(), strict=False):
+            axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=name)
+        axes.set_xlabel(self.x)
+        axes.set_ylabel(self.y)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_title(self.title)
+        axes.legend(frameon=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the chart as JSON-ready data."""
+        return {"kind": "Lines"} | asdict(self)
