@@ -95,6 +95,7 @@ class QuantizedModule(nn.Module):
         """Keeps these tensors, zero-copy, as frozen parameters under their on-disk names."""
         self._parameters.clear()
         self._segments = self._is_gathered = self._cache = None
+        self._kinds = {local: (tensor.dtype, tensor.shape) for local, tensor in tensors.items()}
         for local, tensor in tensors.items():
             self._parameters[self._attributes[local]] = _frozen(tensor)
 
@@ -165,8 +166,33 @@ class QuantizedModule(nn.Module):
         )  # before the tensors: see there
         with torch.inference_mode(False):  # what is kept is used outside of it, too
             tensors = self.stored_tensors()
+        if self.storage_kind == "tensors":
+            self._check_kinds(tensors)
         self._cache, is_meta = cache, any(tensor.is_meta for tensor in tensors.values())
         return (tensors, is_meta) if cache is None else cache.keep(tensors, is_meta)
+
+    def _check_kinds(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises an error if other code has replaced a stored tensor by one of another dtype or shape.
+
+        accelerate does so where it dispatches a loaded model: `set_module_tensor_to_device` casts each value
+        to the dtype of the attribute of that name, which is the dequantized weight (accelerate 1.15).
+
+        Raises:
+            PlacementError: A tensor has another dtype or shape than it was loaded with.
+        """
+        for local, tensor in tensors.items():
+            dtype, shape = self._kinds[local]
+            if local == "bias":  # of any float dtype
+                continue
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise PlacementError(
+                    f"{self.name}.{local} was replaced after the model was loaded.",
+                    tensor=f"{self.name}.{local}",
+                    expected=f"{dtype} {list(shape)}",
+                    found=f"{tensor.dtype} {list(tensor.shape)}",
+                    fix="Load the model again with the device_map that you need. Do not dispatch or offload "
+                    "a loaded model with accelerate.",
+                )
 
     def stored_tensors(self) -> dict[str, torch.Tensor]:
         """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in

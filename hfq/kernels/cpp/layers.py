@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from hfq.errors import FormatError
 from hfq.formats import Format
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.kernels.cpp import byte_layers, nibble_layers, word_layers  # noqa: F401  # they register themselves
 from hfq.kernels.cpp.layer_registry import reader_of
 from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
@@ -82,4 +84,27 @@ def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> Cpp
     is_in_memory = all(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
     if is_strided or not is_in_memory or reader.refuses(weight_format, in_features) is not None:
         return None
+    _check_kinds(weight_format, tensors, out_features, in_features)
     return reader.describe(weight_format, tensors, out_features, in_features)
+
+
+def _check_kinds(
+    weight_format: Format, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> None:
+    """Raises an error for a tensor whose bytes the compiled part would read as another dtype or shape.
+
+    Raises:
+        FormatError: A tensor is of another dtype or shape than its format allows.
+    """
+    for spec in weight_format.tensor_specs(in_features, out_features):
+        tensor = tensors.get(spec.name)
+        if tensor is None or spec.role in ("meta", "bias"):  # not read, and of any float dtype
+            continue
+        if safetensors_dtype(tensor.dtype) not in spec.dtypes or tuple(tensor.shape) != spec.shape:
+            raise FormatError(
+                f"The compiled kernel cannot read the tensor {spec.name} of a {weight_format.name} layer.",
+                tensor=spec.name,
+                expected=spec,
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+                fix="Pass the tensors as the checkpoint stores them, without a cast.",
+            )
