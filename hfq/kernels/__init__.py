@@ -1,1 +1,1 @@
-"""Functions that multiply by packed weights, and the table that says which one runs."""
+"""Kernels that multiply by quantized weights, and the registry that chooses one."""

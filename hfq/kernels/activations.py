@@ -1,6 +1,4 @@
-"""Quantizes activations as a checkpoint asks (`quantize_activations=True`): rounded to FP8 e4m3 or int8, and
-back.
-"""
+"""Rounding of activations to FP8 e4m3 or int8, for `quantize_activations=True`."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ __all__ = [
 ]
 
 READABLE_DTYPES = ("e4m3", "int8")
-"""What activations can be rounded to."""
+"""The dtypes that activations can be rounded to."""
 
 TOPS = {"e4m3": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.5}
-"""What an amplitude is divided by: compressed-tensors divides int8's whole range, 255, by two."""
+"""The divisor of an amplitude, by dtype: compressed-tensors divides int8's whole range, 255, by two."""
 
 _LLM_INT8_TOP = 127.0
 
@@ -33,14 +31,18 @@ _LLM_INT8_TOP = 127.0
 def quantize_activations(
     activations: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Rounds activations under the scheme's scales, and returns them in their own dtype.
+    """Rounds activations under the scheme's scales.
 
     Args:
         activations: [..., in_features].
-        scheme: Static (the tensor `scheme.scale_name`) or dynamic (amax / 448, or / 127.5, of what shares a
-            scale). With an `outlier_threshold` the channels that `outlier_channels` names stay as they are,
-            and the others are divided by amax / 127: LLM.int8() (Dettmers et al. 2022, section 3).
+        scheme: The scales are static (the tensor `scheme.scale_name`) or dynamic (the amax of the activations
+            that share a scale, divided by 448 or 127.5). With an `outlier_threshold`, the channels that
+            `outlier_channels` returns are unchanged, and the others are divided by amax / 127: LLM.int8()
+            (Dettmers et al. 2022, section 3).
         tensors: The module's tensors by local name.
+
+    Returns:
+        [..., in_features] in the dtype of the activations.
     """
     if not activations.numel():
         return activations
@@ -65,18 +67,17 @@ def activation_codes(
     tensors: Mapping[str, torch.Tensor],
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of activations, and their scales: float32, of a shape that broadcasts over [...,
-    in_features].
+    """Returns the codes of activations and their scales.
 
     Args:
-        activations: [..., in_features], not empty; outliers are not looked for.
-        scheme: Of strategy tensor or token.
+        activations: [..., in_features], not empty. Outliers are ignored.
+        scheme: A scheme of strategy tensor or token.
         tensors: The module's tensors by local name.
-        scale: The scale, where it is known.
+        scale: The scale, float32; None to compute it.
 
     Returns:
-        float8_e4m3fn or int8 [..., in_features]; their products with the scales are what
-        `quantize_activations` gives.
+        The codes, float8_e4m3fn or int8 [..., in_features], and the scales, float32, whose shape broadcasts
+        over the codes. The products of both equal the result of `quantize_activations`.
     """
     values = activations.to(torch.float32)
     scale = _scale(values, scheme, tensors) if scale is None else scale
@@ -86,21 +87,23 @@ def activation_codes(
 
 
 def outlier_channels(activations: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor | None:
-    """The input channels in which an activation of this call reaches the scheme's threshold: bool
-    [in_features]; None without one.
+    """Returns a mask of input channels with an activation that reaches the scheme's threshold.
+
+    Returns:
+        bool [in_features]; None if the scheme has no threshold.
     """
     if not scheme.outlier_threshold:
         return None
     low, high = torch.aminmax(
         activations.reshape(-1, activations.shape[-1]), dim=0
-    )  # no copy of all, as abs() makes
+    )  # abs() would copy all activations
     return torch.maximum(-low, high) >= scheme.outlier_threshold
 
 
 def shared_scale(
     activations: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The scale that all activations share, float32 []; None where each token has its own."""
+    """Returns the scale of all activations, float32 []; None if each token has its own."""
     if scheme.scale_name is not None:
         return tensors[scheme.scale_name].to(torch.float32).reshape(())
     if scheme.strategy != "tensor":
@@ -111,10 +114,10 @@ def shared_scale(
 
 @dataclass
 class OutlierTally:
-    """How many input channels were outliers, summed over calls.
+    """Counts of input channels with outliers, summed over calls.
 
     Attributes:
-        outliers: The outliers so far.
+        outliers: Input channels that were outliers, so far.
         channels: All input channels of those calls.
     """
 
@@ -122,7 +125,7 @@ class OutlierTally:
     channels: int = 0
 
     def count(self, activations: torch.Tensor, scheme: ActivationScheme) -> None:
-        """Counts those of one call."""
+        """Adds the outliers and channels of one call."""
         found = outlier_channels(activations, scheme) if activations.numel() else None
         if found is not None:
             self.outliers += int(found.sum())
@@ -144,7 +147,7 @@ def _dynamic(amax: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
 
 
 def _codes(values: torch.Tensor, scale: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
-    """The codes as float32."""
+    """Returns the codes as float32."""
     scaled = values / scale
     if scheme.dtype == "int8":
         return scaled.round_().clamp_(-128, 127)

@@ -1,4 +1,4 @@
-"""The tensors of a layer as a module holds them from call to call."""
+"""Tensors of a layer that a module holds from call to call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ __all__ = ["LayerTensors"]
 
 
 class LayerTensors(dict[str, torch.Tensor]):
-    """A layer's tensors, by local on-disk name, that stay what and where they are for as long as this mapping
-    is used.
+    """A layer's tensors, by name in the checkpoint, whose addresses never change.
 
-    To ask torch where a tensor lies and how takes longer than to multiply by a small layer, so kernels keep
-    the answers here.
+    Asking torch for a tensor's address and layout takes longer than multiplying by a small layer. Kernels
+    therefore cache the answers here.
 
     Attributes:
-        answers: By kernel, what it keeps of these tensors: where they lie, never what is in them. Not copied,
-            nor pickled.
+        answers: The cached addresses and layouts, by kernel. Values of the tensors are never cached. Neither
+            copied nor pickled.
     """
 
     __slots__ = ("answers",)

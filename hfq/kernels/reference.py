@@ -1,8 +1,7 @@
-"""The reference kernel: plain torch, right for every format on every device, and the measure of every other
-kernel.
+"""The reference kernel: plain torch for every format and device.
 
-The weight is dequantized panel by panel into one buffer per thread that is reused by every call, so that no
-call allocates the weight as floats.
+Every other kernel is tested against it. The weight is dequantized panel by panel. All calls of a thread
+reuse one buffer, so that no call allocates the weight as floats.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from hfq.formats.codecs.thread_buffers import thread_buffer
 __all__ = ["ACCELERATOR_PANEL_NBYTES", "PANEL_NBYTES", "linear", "linear_grad"]
 
 PANEL_NBYTES = 1 << 20
-"""The bytes of a float32 panel on a CPU, unless `row_multiple` rows need more."""
+"""Bytes of a float32 panel on a CPU, unless `row_multiple` rows need more."""
 
 ACCELERATOR_PANEL_NBYTES = 16 << 20
-"""The same on any other device, where each panel is several launches. Unmeasured."""
+"""Bytes of a float32 panel on any other device, where each panel takes several launches. Not tuned."""
 
 
 def linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """`activations @ W.T (+ bias)`, with W rounded once to the activations' dtype.
+    """Computes `activations @ W.T (+ bias)`, with W rounded once to the activations' dtype.
 
     Args:
         activations: [..., in_features], float32, bfloat16 or float16.
         tensors: The module's tensors by local name, on the activations' device.
-        weight_format: Their format.
+        weight_format: The format of the tensors.
 
     Returns:
         [..., out_features] in the activations' dtype.
@@ -53,12 +52,14 @@ def linear(
 def linear_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """The gradient of `linear` with respect to its activations: `grad @ W`, summed over panels in float32.
+    """Computes the gradient of `linear` for its activations.
+
+    The gradient is `grad @ W`, summed over panels in float32.
 
     Args:
         grad: [..., out_features].
         tensors: The module's tensors by local name, on the gradient's device.
-        weight_format: Their format.
+        weight_format: The format of the tensors.
 
     Returns:
         [..., in_features] in the gradient's dtype.
@@ -74,8 +75,9 @@ def linear_grad(
 def _panels(
     tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first output row, [rows, in_features] in `dtype`) of each panel; a panel is overwritten by the
-    next.
+    """Yields (first output row, [rows, in_features] in `dtype`) of each panel.
+
+    The next panel overwrites the previous one.
     """
     out_features, in_features = weight_format.shape(tensors)
     device = next(iter(tensors.values())).device

@@ -1,4 +1,4 @@
-"""Which kernel multiplies by a layer, and why not another."""
+"""Registry of the kernels, and the choice of one for each layer."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def _nothing(*_: object) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A multiplication by packed weights and its gradient, and what it declares of itself.
+    """A multiplication by quantized weights, its gradient, and its requirements.
 
     Attributes:
-        name: What `HfqConfig(kernel=…)` calls it.
-        linear: See `hfq.kernels.reference.linear`; with `refuses_scheme`, it is given the scheme as well, and
-            rounds itself.
+        name: The name in `HfqConfig(kernel=…)`.
+        linear: See `hfq.kernels.reference.linear`. A kernel with `refuses_scheme` also receives the scheme
+            and rounds the activations itself.
         linear_grad: See `hfq.kernels.reference.linear_grad`.
-        devices: The types of devices that it computes on.
-        capability: The least compute capability of a CUDA device.
-        dtypes: The activations that it takes.
-        priority: `"auto"` takes the kernel of the highest priority that can run.
-        lacks: Why this machine cannot run it; None where it can. May wait for a build.
-        refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it
-            can.
-        refuses_scheme: Of a kernel that multiplies rounded activations: (format, scheme, in_features,
-            out_features) → why it cannot; None where it can. None for a kernel that multiplies floats,
-            rounded before or not.
-        grouped_linear: Rows times one layer after the other in one call, see
-            `hfq.kernels.cpp.kernel.grouped_linear`; None if it has none.
+        devices: The device types that the kernel computes on; `"any"` for all.
+        capability: The lowest compute capability of a CUDA device, (major, minor).
+        dtypes: The dtypes of activations that the kernel accepts.
+        priority: `"auto"` chooses the available kernel of the highest priority.
+        lacks: Returns why the kernel is unavailable, or None. May block on the C++ build.
+        refuses: (format, in_features, out_features) → the reason why the kernel does not support the layer,
+            or None.
+        refuses_scheme: (format, scheme, in_features, out_features) → the reason why the kernel cannot
+            multiply rounded activations by the layer, or None. The attribute is None if the kernel multiplies
+            floats, rounded before or not.
+        grouped_linear: Multiplies rows by several layers in one call, see
+            `hfq.kernels.cpp.kernel.grouped_linear`; None if the kernel has no such function.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Kernel:
 
     @property
     def rounds(self) -> bool:
-        """Whether it rounds activations itself, and multiplies the codes."""
+        """True if the kernel rounds activations itself and multiplies the codes."""
         return self.refuses_scheme is not None
 
     def computes_on(self, device: str) -> bool:
-        """Whether it computes on a type of device."""
+        """Returns True if the kernel computes on a type of device."""
         return "any" in self.devices or device in self.devices
 
 
@@ -129,18 +129,18 @@ KERNELS = {
 
 
 def check_kernel(preference: str) -> None:
-    """Checks a preference, and begins to build what it may need in the background.
+    """Checks a kernel name, and starts the C++ build in the background if the kernel may need it.
 
     Raises:
-        SetupError: There is no kernel of that name.
+        SetupError: No kernel has that name.
     """
     names = ["auto", *KERNELS]
     if not isinstance(preference, str) or preference not in names:
         raise SetupError(
-            f"There is no kernel {preference!r}.{nearest(str(preference), names)}",
+            f"kernel={preference!r} is not valid.{nearest(str(preference), names)}",
             expected=" or ".join(map(repr, names)),
             found=repr(preference),
-            fix='pass kernel="auto"',
+            fix='Use kernel="auto", or one of the names above.',
         )
     if preference in ("auto", "cpp"):
         start()
@@ -154,29 +154,29 @@ def choose_kernel(
     device: str = "cpu",
     scheme: ActivationScheme | None = None,
 ) -> Kernel:
-    """The kernel that a preference means for a layer.
+    """Returns the kernel for a layer.
 
     Args:
-        preference: A kernel's name, or `"auto"`. What the named kernel cannot read is left to the next that
-            can.
+        preference: A kernel's name, or `"auto"`. If the named kernel does not support the layer, the next
+            kernel that does is returned.
         weight_format: The layer's format; None for any layer.
         in_features: The size of an input.
         out_features: The size of an output.
         device: The type of the device that computes.
-        scheme: How activations are rounded; None to leave them as they are.
+        scheme: How activations are rounded; None to leave them unchanged.
 
     Raises:
-        SetupError: There is no kernel of that name, or this machine cannot run it.
+        SetupError: No kernel has that name, or the kernel is not available on this machine.
     """
     check_kernel(preference)
     if preference != "auto":
         missing = KERNELS[preference].lacks()
         if missing is not None:
             raise SetupError(
-                f"The kernel {preference!r} cannot run here.",
-                expected="what it needs",
+                f"Kernel {preference!r} is not available.",
+                expected="a kernel that this machine can run",
                 found=missing,
-                fix='pass kernel="auto" for the best kernel that can',
+                fix='Use kernel="auto" for the fastest available kernel.',
             )
         if weight_format is None:
             return KERNELS[preference]
@@ -192,11 +192,10 @@ def explain_kernels(
     device: str = "cpu",
     scheme: ActivationScheme | None = None,
 ) -> dict[str, str | None]:
-    """Why each kernel is not the one for a layer, in the order in which they are asked; None for the one that
-    is.
+    """Returns why each kernel is not chosen for a layer, in the order of preference.
 
-    Kernels for other devices, and for rounded activations where they are not rounded, are left out unless
-    they are named.
+    The reason of the chosen kernel is None. Two groups of kernels are left out unless `preference` names one:
+    those for other devices, and, without a scheme, those for rounded activations.
 
     Args:
         preference: A kernel's name, or `"auto"`.
@@ -204,7 +203,7 @@ def explain_kernels(
         in_features: The size of an input.
         out_features: The size of an output.
         device: The type of the device that computes.
-        scheme: How activations are rounded; None to leave them as they are.
+        scheme: How activations are rounded; None to leave them unchanged.
     """
     order = sorted(KERNELS.values(), key=lambda kernel: (kernel.name != preference, -kernel.priority))
     reasons: dict[str, str | None] = {}
@@ -229,7 +228,7 @@ def explain_kernels(
 
 
 def _reason_against(kernel: Kernel, device: str, scheme: ActivationScheme | None) -> str | None:
-    """Why a kernel cannot run on a device of this machine, whatever the layer; None where it can."""
+    """Returns why a kernel cannot run on a device of this machine, for any layer; None if it can."""
     if not kernel.computes_on(device):
         return f"it computes on {' and '.join(kernel.devices)}"
     if kernel.rounds and scheme is None:

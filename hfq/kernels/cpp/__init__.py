@@ -1,1 +1,1 @@
-"""The compiled part: one C++ file, built on first use where there is a compiler, loaded by ctypes."""
+"""The C++ kernels, built on first use if there is a compiler, and loaded by ctypes."""

@@ -1,9 +1,8 @@
-"""Compiles kernels.cpp, or int8.cpp, on first use, into a cache of the user's that is keyed by source,
-headers, compiler and flags.
+"""Compilation of kernels.cpp and int8.cpp on first use.
 
-Many ranks may start at once: one compiles under a file lock, the others wait for it. What is put into the
-cache is renamed into place whole, with its checksum beside it, so that a file that was cut short is built
-again and never loaded.
+Libraries are stored in the user's cache, keyed by source, headers, compiler, and flags. If many ranks start
+together, one compiles under a file lock, and the others wait. A complete library is renamed into the cache,
+next to its checksum. A truncated file is therefore built again and never loaded.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ SOURCE = Path(__file__).parent / "src" / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
 _NAMES = ("c++", "g++", "clang++")
 SECONDS = 300.0
-"""The longest to wait for the compiler, or for another process that compiles."""
+"""Seconds to wait for the compiler, or for another process that compiles."""
 
 
 class BuildError(Exception):
-    """The compiled part cannot be had; the text says why."""
+    """The C++ library is unavailable; the message is the reason."""
 
 
 class CompilerNotFoundError(BuildError):
-    """There is no C++ compiler on this machine, neither of the system nor of the package ziglang."""
+    """This machine has no C++ compiler, neither of the system nor of the package ziglang."""
 
 
 def build(source: Path | None = None) -> Path:
-    """The compiled library, built unless it is in the cache.
+    """Returns the path of the compiled library, and builds it unless it is in the cache.
 
     Args:
-        source: What is compiled; None for kernels.cpp.
+        source: The source file; None for kernels.cpp.
 
     Raises:
         BuildError: There is no compiler, it failed, or the cache cannot be used.
@@ -64,18 +63,19 @@ def build(source: Path | None = None) -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler, as the first words of a command: `$CXX`, what is found under the usual names, or that
-    of the package ziglang.
+    """Returns the C++ compiler, as the first words of a command.
+
+    The first of these that exists: `$CXX`, a compiler with a usual name, and that of the package ziglang.
 
     Raises:
-        CompilerNotFoundError: There is none.
-        BuildError: `$CXX` names a program that is not there.
+        CompilerNotFoundError: There is no C++ compiler.
+        BuildError: `$CXX` names a program that does not exist.
     """
     wanted = os.environ.get("CXX", "")
     try:
         words = shlex.split(wanted)  # `ccache g++`, `g++ -m64`
     except ValueError as error:
-        raise BuildError(f"CXX={wanted!r} is no command: {error}") from error
+        raise BuildError(f"CXX={wanted!r} is not a command: {error}") from error
     for program, *arguments in [words] if words else [[name] for name in _NAMES]:
         found = shutil.which(program)
         if found is not None:
@@ -90,34 +90,39 @@ def find_compiler() -> list[str]:
         zig,
         "c++",
         "-mcpu=baseline",
-    ]  # its own choice is the processor's, while the cache may be of several machines
+    ]  # the default is this processor, but several machines may share the cache
 
 
 def _find_zig() -> str | None:
-    """Zig, a clang with all that it needs, as pip installs it: https://pypi.org/project/ziglang."""
+    """Returns the path of Zig, or None.
+
+    Zig is a complete clang that pip installs: https://pypi.org/project/ziglang.
+    """
     try:
         spec = importlib.util.find_spec("ziglang")
-    except ValueError:  # a module without a specification stands in for it
+    except ValueError:  # a module without `__spec__` is imported in its place
         return None
     folders = (spec.submodule_search_locations if spec else None) or ()
     return next(filter(None, (shutil.which("zig", path=folder) for folder in folders)), None)
 
 
 def cache_folder() -> Path:
-    """`hfq/native` in the user's cache folder; nobody else may write to it, since what lies there is run.
+    """Returns `hfq/native` in the user's cache folder, and creates it.
+
+    Only the user may write to the folder, since its libraries are run.
 
     Raises:
-        BuildError: Somebody else can write to it, or the user has no home.
+        BuildError: Another user can write to the folder, or the user has no home directory.
     """
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user that the system does not know, as in containers, and no $HOME
-        raise BuildError("there is no home folder for a cache: set XDG_CACHE_HOME") from error
+    except RuntimeError as error:  # a user without an entry in passwd, such as in containers, and no $HOME
+        raise BuildError("there is no home directory for a cache: set XDG_CACHE_HOME") from error
     folder = caches / "hfq" / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        raise BuildError(f"others may write to {folder}")
+        raise BuildError(f"other users can write to {folder}")
     return folder
 
 
@@ -139,7 +144,7 @@ def _key(compiler: Sequence[str], source: Path) -> str:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether the library is there, and its bytes are those that the compiler wrote."""
+    """Returns True if the library exists and matches its checksum."""
     try:
         return target.with_suffix(".sha256").read_text() == _checksum(target)
     except (OSError, ValueError):
@@ -153,7 +158,7 @@ def _checksum(file: Path) -> str:
 def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
     for left in target.parent.glob(
         f"{target.stem}.*.tmp"
-    ):  # by a process that ended while it compiled; the lock is ours
+    ):  # left by a process that ended while it compiled; this process holds the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp") as work:
         made, checksum = Path(work) / target.name, Path(work) / "sha256"
@@ -164,7 +169,7 @@ def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
                 process.kill()
                 raise BuildError(f"{' '.join(compiler)} took longer than {SECONDS:g} s") from error
         if process.returncode:
-            first = next((line for line in errors.splitlines() if "error" in line), "without a word")
+            first = next((line for line in errors.splitlines() if "error" in line), "without a message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")
         checksum.write_text(_checksum(made))
         os.replace(made, target)
@@ -174,15 +179,15 @@ def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:
     """Starts a compiler while no thread of this process forks.
 
-    A fork that inherits an end of its pipes keeps it open and waits for the lock of the build, which waits
-    for the end of the pipe.
+    A forked child would inherit an end of the compiler's pipes and keep it open while it waits for the build
+    lock. The holder of the lock would wait for the end of the pipe: a deadlock.
     """
     with _starting:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 _starting = threading.RLock()
-"""Held by who forks, or starts a compiler."""
+"""Held by a thread that forks or starts a compiler."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
@@ -192,15 +197,15 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Holds an exclusive lock of the system's on a file; it is gone when its process is.
+    """Holds an exclusive file lock of the system, which ends with the process.
 
-    A child that is forked meanwhile has the file open, too, and with it the lock: it closes the file, and the
-    lock is given back by name, should a child be forked before that is seen to.
+    A child that is forked meanwhile inherits the open file and thereby the lock, so the child closes it. The
+    lock is also released explicitly, since a child may be forked before the file is in `_open_locks`.
     """
     try:
         import fcntl
     except ImportError as error:
-        raise BuildError("this system has no file locks that hfq knows") from error
+        raise BuildError("this system does not support fcntl file locks") from error
     with file.open("wb", buffering=0) as held:
         _open_locks.add(held)
         try:
@@ -226,7 +231,7 @@ _open_locks: set[io.FileIO] = set()
 
 
 def _close_locks() -> None:
-    """In the child of a fork, where the thread that holds them is not."""
+    """Closes the lock files in the child of a fork, where the thread that holds them does not exist."""
     for file in _open_locks:
         file.close()
     _open_locks.clear()

@@ -1,4 +1,4 @@
-"""Layers of one byte per code: FP8 and int8."""
+"""Descriptions of layers of one byte per code: FP8 and int8."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _against_scaled(weight_format: ScaledCodes, in_features: int) -> str | None:
 
 
 def _is_plain(weight_format: ScaledCodes) -> bool:
-    """True if the format decodes as its base does, with zero points that the kernel knows."""
+    """Returns True if the format decodes like its base class, with zero points that the kernel reads."""
     kind = type(weight_format)
     is_plain = kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
     return is_plain and weight_format.zero_dtype in (None, "I8")
@@ -64,7 +64,7 @@ def _is_plain(weight_format: ScaledCodes) -> bool:
 def scaled(
     weight_format: ScaledCodes, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """int8, or FP8 under another format's names."""
+    """Describes a layer of int8 codes, or of FP8 codes under another format's names."""
     scale = tensors[weight_format.scale]
     zero = tensors.get(weight_format.zero) if weight_format.zero_dtype else None
     groups = scale.shape[1] if scale.dim() == 2 else 1
@@ -94,7 +94,7 @@ def scaled(
 def mlx_fp8(
     weight_format: MlxFp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """MLX's mxfp8, whose codes are bytes."""
+    """Describes a layer of MLX's mxfp8, whose codes are bytes."""
     scales = tensors["scales"]
     return CppLayer(
         codes=tensors["weight"].data_ptr(),

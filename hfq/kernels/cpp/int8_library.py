@@ -1,6 +1,4 @@
-"""Loads int8.cpp: built and cached as kernels.cpp is, once for a process, where an int8 layer first asks for
-it.
-"""
+"""The library of int8.cpp, built on the first use of an int8 layer and loaded once per process."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ __all__ = [
 SOURCE = Path(__file__).parent / "src" / "int8.cpp"
 
 _WEIGHT, _PRODUCT = struct.Struct("=6q3f"), struct.Struct("=7q")
-"""`Weight` and `Product` of src/int8.cpp."""
+"""The structs `Weight` and `Product` of src/int8.cpp."""
 
 logger = logging.getLogger(__name__)
 
 
 class Engine(enum.IntEnum):
-    """What the compiled part multiplies with."""
+    """Instructions that the C++ library multiplies with, slowest first."""
 
     PLAIN = 0
     AVX2 = 1
@@ -50,35 +48,35 @@ class Engine(enum.IntEnum):
 
 @functools.cache
 def is_built() -> bool:
-    """Whether there is a compiled part, which is settled once; waits for it to be built."""
+    """Returns True if the C++ library is available; waits for the build. The answer never changes."""
     return is_wanted() and _library() is not None
 
 
 @functools.cache
 def best_engine() -> Engine:
-    """The best that the processor has; `is_built` must hold."""
+    """Returns the best engine of the processor; requires `is_built`."""
     return Engine(_library().hfq_int8_engine())  # type: ignore[union-attr]
 
 
 @functools.cache
 def takes_any_rows() -> bool:
-    """Whether any number of rows is rounded, multiplied and scaled at once; `is_built` must hold."""
+    """Returns True if one call rounds, multiplies, and scales any number of rows; requires `is_built`."""
     return best_engine() >= Engine.DOTS
 
 
 def integer_product(codes: torch.Tensor, weight: torch.Tensor, most: Engine = Engine.TILES) -> torch.Tensor:
-    """`codes @ weight.T`, exactly; `is_built` must hold.
+    """Computes `codes @ weight.T` exactly; requires `is_built`.
 
     Args:
         codes: int16 [rows, in_features], contiguous, within the range of int8; fewer than 2**17 inputs.
         weight: int8 [out_features, in_features], contiguous, at any address.
-        most: The best engine to use, where the processor has it.
+        most: The best engine to use, if the processor has it.
 
     Returns:
         int32 [rows, out_features].
 
     Raises:
-        MemoryError: There is none for the codes of the activations.
+        MemoryError: The codes of the activations do not fit in memory.
     """
     (rows, in_features), out_features = codes.shape, weight.shape[0]
     result = torch.empty(rows, out_features, dtype=torch.int32)
@@ -97,15 +95,15 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, most: Engine = En
 
 
 class RoundedWeight:
-    """A weight that rounded activations are multiplied by, and how those are rounded.
+    """A weight for `rounded_linear`, and the rounding of its activations.
 
     Args:
         weight: int8 [out_features, in_features], contiguous, at any address; fewer than 2**17 inputs.
-        steps: float32, bfloat16 or float16 [out_features] or [1], contiguous: the scales of the weight, but
-            for a factor.
-        multiplier: That factor.
-        top: What the amplitude of a row is divided by for its scale.
-        bound: Amplitudes count as at most this.
+        steps: The scales of the weight, without `multiplier`: float32, bfloat16, or float16 [out_features] or
+            [1], contiguous.
+        multiplier: A factor of all scales.
+        top: The scale of a row of activations is its amplitude divided by this.
+        bound: Upper bound of amplitudes.
     """
 
     __slots__ = ("_tensors", "in_features", "out_features", "packed")
@@ -130,17 +128,18 @@ class RoundedWeight:
 def rounded_linear(
     rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, most: Engine = Engine.TILES
 ) -> None:
-    """`rows`, each rounded to int8 under its own scale, times a weight; `is_built` must hold. Bit for bit
-    what torch computes.
+    """Rounds each row to int8 under its own scale and multiplies by a weight; requires `is_built`.
+
+    The result is bit-identical to torch's.
 
     Args:
         rows: float32 or bfloat16 [rows, in_features], each row contiguous.
-        weight: What they are multiplied by.
-        result: [..., out_features], contiguous, in the dtype of `rows`; written.
-        most: The best engine to use, where the processor has it.
+        weight: The weight.
+        result: The output, [..., out_features], contiguous, in the dtype of `rows`.
+        most: The best engine to use, if the processor has it.
 
     Raises:
-        MemoryError: There is none for the codes of the activations. Nothing was written.
+        MemoryError: The codes of the activations do not fit in memory. Nothing was written.
     """
     status = _library().hfq_int8_linear(  # type: ignore[union-attr]
         weight.packed,
@@ -159,7 +158,7 @@ def rounded_linear(
 
 def _check(status: int) -> None:
     if status != 0:
-        raise MemoryError("no memory for the activations of a product")
+        raise MemoryError("The quantized activations of a matrix product do not fit in memory.")
 
 
 @functools.cache
@@ -167,7 +166,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         return _declared(ctypes.CDLL(str(build(SOURCE))))
     except (BuildError, OSError) as error:
-        logger.warning("hfq multiplies int8 activations in plain torch, which is slower: %s.", error)
+        logger.warning("hfq multiplies int8 activations with plain torch, which is slower: %s.", error)
         return None
 
 

@@ -1,13 +1,14 @@
-"""The compiled kernel: multiplies on a CPU straight from the checkpoint's bytes, wherever and however they
-lie.
+"""The cpp kernel, which reads the checkpoint's bytes in any CPU memory and at any alignment.
 
-Few activation rows are multiplied as the codes are decoded, in float32 or as integers: nothing of the weight
-is written to memory. Where a processor multiplies bfloat16, any number of rows in it are, by parts of the
-weight that the first cache keeps, and more than 8 rows of float16, each as the sum of two.
-Other many rows are multiplied by torch with panels that the compiled part dequantizes, bit for bit as the
-reference does. The result is a function of the values, the sizes and the processor alone: not of the memory
-that the bytes rest in, their alignment, or the number of threads (torch's own product of panels is as
-deterministic as torch makes it).
+Few activation rows are multiplied while the codes are decoded, in float32 or as integers, so that no decoded
+weight is written to memory. Processors that multiply bfloat16 multiply any number of bfloat16 rows by parts
+of the weight that fit into the first-level cache. They also multiply more than 8 rows of float16, each as
+the sum of two bfloat16 rows. In all other cases, torch multiplies many rows by panels that the C++ library
+dequantizes, bit-identical to the reference kernel's.
+
+Results depend on the values, the sizes, and the processor only. They do not depend on the memory that stores
+the bytes, their alignment, or the number of threads. torch's own products of panels are as deterministic as
+torch makes them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ from hfq.kernels.cpu import panels
 __all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "panel_linear"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels
-in.
-"""
+"""The most activation rows that are multiplied while decoding, by the dtype of torch's product of panels."""
 
 _ALWAYS_FUSED = min(FUSED_ROWS.values())
 
@@ -41,8 +40,9 @@ _ALWAYS_FUSED = min(FUSED_ROWS.values())
 def linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """As `reference.linear`, with the weight in float32; `panels.linear` takes over for what the compiled
-    part cannot read.
+    """Computes `reference.linear` with the weight in float32.
+
+    Calls `panels.linear` for layers that the C++ library cannot read.
     """
     compiled, layer = library(), _layer(activations, tensors, weight_format)
     *leading, width = activations.shape
@@ -82,17 +82,18 @@ def grouped_linear(
     counts: Sequence[int],
     layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]],
 ) -> torch.Tensor | None:
-    """`linear` of one layer after the other, each for its own rows, in one call and bit for bit: the experts
-    of a layer.
+    """Computes `linear` for several layers, each with its own rows, in one call; used for experts.
+
+    The result is bit-identical to separate calls of `linear`.
 
     Args:
         activations: [rows, in_features], sorted by layer.
-        counts: The rows of each layer, all of them together; none is zero.
-        layers: (tensors, format) of each, all of one size.
+        counts: The number of rows of each layer. None is zero, and the sum is `rows`.
+        layers: (tensors, format) of each layer, all of the same size.
 
     Returns:
-        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this,
-        or sizes do not match.
+        [rows, out_features] in the activations' dtype. None if the C++ library cannot read a layer, a layer
+        has too many rows, or sizes do not match.
     """
     compiled = library()
     if compiled is None or not layers or max(counts) > _most_fused(activations.dtype):
@@ -123,7 +124,7 @@ def grouped_linear(
         torch.get_num_threads(),
     )
     if status != 0:
-        return None  # `linear` of the layer that is at fault says what is wrong with it, or goes row by row
+        return None  # a call of `linear` per layer raises the error of the faulty one, or uses less memory
     for part, (tensors, _) in zip(result.split(list(counts)), layers, strict=True):
         if tensors.get("bias") is not None:
             part += tensors["bias"].to(part.dtype)
@@ -133,7 +134,7 @@ def grouped_linear(
 def linear_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """As `reference.linear_grad`, by panels that the compiled part dequantizes."""
+    """Computes `reference.linear_grad` by panels that the C++ library dequantizes."""
     compiled, layer = library(), _layer(grad, tensors, weight_format)
     if compiled is None or layer is None:
         return panels.linear_grad(grad, tensors, weight_format)
@@ -145,12 +146,12 @@ def linear_grad(
 def panel_linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, panel_nbytes: int
 ) -> torch.Tensor:
-    """Multiplies as `panels.linear`, with panels that the compiled part dequantizes where it reads the layer.
+    """Computes `panels.linear` with panels that the C++ library dequantizes, if it reads the layer.
 
     Args:
         activations: [..., in_features].
         tensors: The module's tensors by local name.
-        weight_format: Their format.
+        weight_format: The format of the tensors.
         panel_nbytes: The most bytes of a panel.
 
     Returns:
@@ -171,12 +172,8 @@ def _most_fused(dtype: torch.dtype) -> int:
 def _layer(
     values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> CppLayer | None:
-    """The layer as the compiled part reads it; None where it cannot, or where there is nothing to
-    multiply.
-    """
-    if (
-        not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr()
-    ):  # there are none, or stand-ins (FakeTensor)
+    """Returns the layer for the C++ library; None if it cannot read it, or there is nothing to multiply."""
+    if not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr():  # no values, or a FakeTensor
         return None
     return describe_layer(weight_format, tensors)
 
@@ -184,8 +181,9 @@ def _layer(
 def _filler(
     compiled: ctypes.CDLL, layer: CppLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> panels.Fill:
-    """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of
-    inputs.
+    """Returns a function that fills panels in the order of the codes.
+
+    Rows of a panel are outputs, or, for GPTQ and AWQ, inputs.
     """
     is_transposed = layer.kind in (GPTQ, AWQ)
 
@@ -202,17 +200,18 @@ def _filler(
 
 
 def _refuse(status: int, layer: CppLayer, tensors: Mapping[str, torch.Tensor]) -> NoReturn:
-    """Raises for what was not computed: an index that would be followed out of the layer's memory since its
-    file changed.
+    """Raises the error of a failed call.
+
+    Either memory ran out, or an index points outside the layer's memory because its file changed.
     """
     if status == -3:
-        raise MemoryError("no memory for the activations of a product")
+        raise MemoryError("The activations of a matrix product do not fit in memory.")
     name = "g_idx" if "g_idx" in tensors else "weight_g_idx"
     index = tensors[name]
     raise CheckpointError(
-        "The groups of a layer changed after the model was loaded.",
+        "A checkpoint file changed while the model was using it.",
         tensor=name,
-        expected=f"0 to {layer.groups - 1}",
-        found=f"{int(index.min())} to {int(index.max())}",
-        fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
+        expected=f"groups from 0 to {layer.groups - 1}",
+        found=f"groups from {int(index.min())} to {int(index.max())}",
+        fix="Restore the file and load the model again.",
     )

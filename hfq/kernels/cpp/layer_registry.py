@@ -1,4 +1,4 @@
-"""The formats whose layers the compiled part reads; each reader registers itself."""
+"""Registry of the formats whose layers the C++ library reads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _always(weight_format: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerReader:
-    """How the compiled part reads the layers of one format.
+    """Reader of the layers of one format for the C++ library.
 
     Attributes:
         describe: (format, tensors, out_features, in_features) → the struct of the layer.
         refuses: (format, in_features) → why a layer cannot be read, or None.
-        accepts: Returns True for the formats that it reads, among the subclasses of the registered class.
+        accepts: format → True if the reader supports the format, an instance of the registered class.
         takes_subclasses: True if subclasses are read as well. A subclass may read its codes differently, so
             the default is False.
         reads_values: True if `describe` reads values of tensors, and not only their addresses.
@@ -55,7 +55,7 @@ def reads(
     takes_subclasses: bool = False,
     reads_values: bool = False,
 ) -> Callable[[F], F]:
-    """Registers the decorated function as what describes the layers of these formats; see `LayerReader`."""
+    """Registers the decorated function to describe layers of these formats; see `LayerReader`."""
 
     def register(describe: F) -> F:
         for format_class in formats:
@@ -67,7 +67,7 @@ def reads(
 
 
 def reader_of(weight_format: Format) -> LayerReader | None:
-    """Returns the reader of a format, or None if the compiled part does not read it."""
+    """Returns the reader of a format, or None if the C++ library does not support it."""
     for format_class in type(weight_format).__mro__:
         reader = _READERS.get(format_class)
         if reader is not None and (reader.takes_subclasses or format_class is type(weight_format)):

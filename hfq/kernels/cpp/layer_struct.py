@@ -1,4 +1,4 @@
-"""`Layer` of src/layer.h, and the numbers that stand for its kinds."""
+"""The struct `Layer` of src/layer.h and the values of its enums."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ __all__ = [
 ]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Activations that the compiled part reads, by the numbers it knows them by."""
+"""Dtypes of activations that the C++ library reads: values of `Dtype` in src/layer.h."""
 
 E4M3_SCALED, NESTED = 4, 5
 SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn: E4M3_SCALED}
-"""Scales that it reads."""
+"""Dtypes of scales that the C++ library reads: values of `Dtype` in src/layer.h."""
 
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
 E4M3, E5M2, NIBBLES, INT8, QUADS, GPTQ, AWQ = range(7)
 PRODUCT = struct.Struct("=7q")
-"""`Product` of src/kernels.cpp: addresses of layer and activations, dtype, rows, stride, result's address,
-threads.
+"""The struct `Product` of src/kernels.cpp.
+
+Fields: the addresses of the layer and of the activations, dtype, rows, stride, the address of the result, and
+the number of threads.
 """
 
 NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED = range(5)
 
 
 class CppLayer(ctypes.Structure):
-    """`Layer` of src/layer.h, field by field."""
+    """The struct `Layer` of src/layer.h, with the same fields in the same order."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "index", "values", "integers")),
@@ -71,12 +73,13 @@ class CppLayer(ctypes.Structure):
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int]:
-        """(out_features, in_features), which take longer to read where they are."""
+        """The cached (out_features, in_features); reading the fields takes longer."""
         return self.out_features, self.in_features
 
     @functools.cached_property
     def here(self) -> int:
-        """The address, as an argument of a call; a reference, `ctypes.byref`, kept in what it refers to would
-        never be freed.
+        """The address of the struct, as an argument of a call.
+
+        A cached `ctypes.byref` would refer to the struct that holds it, so the struct would never be freed.
         """
         return ctypes.addressof(self)

@@ -1,4 +1,4 @@
-"""Tells the compiled part where the tensors of a layer lie, and what they mean."""
+"""Descriptions of layers for the C++ library: addresses and layouts of their tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.kernels.cpp import byte_layers, nibble_layers, word_layers  # noqa: F401  # they register themselves
+from hfq.kernels.cpp import byte_layers, nibble_layers, word_layers  # noqa: F401  # each registers its readers
 from hfq.kernels.cpp.layer_registry import reader_of
 from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
 from hfq.kernels.cpp.word_layers import MOST_GROUPS
@@ -19,7 +19,7 @@ __all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reason_agains
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
-    """Returns why the compiled part cannot multiply by a layer, or None."""
+    """Returns why the C++ library cannot multiply by a layer, or None."""
     reader = reader_of(weight_format)
     return (
         f"it does not read {weight_format.name}"
@@ -29,12 +29,11 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
 
 
 def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> CppLayer | None:
-    """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part
-    cannot read.
+    """Returns the addresses and layout of a layer, or None if the C++ library cannot read it.
 
-    It is kept with the tensors that a module holds, and else by their places and kinds, and found again where
-    they are the same: to describe a layer takes longer than to multiply by a small one. Formats of which a
-    layer's numbers are read, and not only their places, are described anew each time.
+    The tensors must outlive the result. Describing a layer takes longer than multiplying by a small one, so
+    results are cached: with the tensors that a module holds, or else by addresses, dtypes, shapes, and
+    strides. Layers of formats whose descriptions contain values of tensors are described in every call.
     """
     if type(tensors) is not LayerTensors:
         return _found_again(weight_format, tensors)
@@ -62,7 +61,7 @@ def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> 
         kept = _kept[key] = (
             weight_format,
             _describe(weight_format, tensors),
-        )  # the format lives on, and nothing else gets its id
+        )  # a reference to the format, so that no other object gets its id
     return kept[1]
 
 

@@ -1,9 +1,8 @@
-"""Loads the compiled part, once for a process: whether it is there is settled before the first model is, and
-never changes.
+"""The C++ library, loaded once per process.
 
-`HFQ_DISABLE_CPP=1` switches it off. The build begins in the background with the first `HfqConfig` and is
-waited for where the first model chooses its kernels, so that all models of a process multiply alike.
-`with use("torch")` (or `"cpp"`, or a loaded library) replaces it, for a comparison or a test.
+`HFQ_DISABLE_CPP=1` disables it. The first `HfqConfig` starts the build in the background. The first model
+that chooses its kernels waits for the build, so that all models of a process use the same kernels. For
+comparisons and tests, `with use("torch")` (or `"cpp"`, or a loaded library) replaces the library.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from hfq.kernels.cpp.openmp_team import team
 __all__ = ["ABI", "SWITCH", "Engine", "library", "load", "reason_missing", "restore_defaults", "start", "use"]
 
 SWITCH = "HFQ_DISABLE_CPP"
-"""The environment variable that switches the compiled part off: "1"."""
+"""The environment variable that disables the C++ library if set to "1"."""
 
 ABI = 7
-"""What `hfq_abi` of src/kernels.cpp must return."""
+"""The value that `hfq_abi` of src/kernels.cpp must return."""
 
 Engine = Literal["auto", "cpp", "torch"]
-"""What products use: the compiled part if the environment leaves it on, the compiled part, or torch alone."""
+"""The library of products: `"auto"` is `"cpp"` unless the environment disables it; `"torch"` is none."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Choice:
-    """The library that products use: chosen once, by the first thread that asks.
+    """The library that products use, chosen once by the first thread that requires it.
 
     Args:
         engine: As in `use`.
@@ -64,7 +63,7 @@ class _Choice:
                 self.reason = str(error)
                 if self.is_wanted:
                     logger.warning(
-                        "hfq multiplies in plain torch, which is slower: %s. (%s=1 silences this.)",
+                        "hfq multiplies in plain torch, which is slower: %s. (%s=1 silences this warning.)",
                         error,
                         SWITCH,
                     )
@@ -78,7 +77,7 @@ class _Choice:
                 f"{SWITCH}={os.environ[SWITCH]}" if self.engine == "auto" else f"use({self.engine!r})"
             )
         if sys.byteorder != "little":
-            raise BuildError("it reads little-endian words only")
+            raise BuildError("it supports little-endian machines only")
         return load(build())
 
 
@@ -86,7 +85,7 @@ _choice = _Choice()
 
 
 def start() -> None:
-    """Begins to build in the background, where that is wanted and was not begun."""
+    """Starts the build in the background, unless the library is disabled or the build was started."""
     if _choice.is_settled or _choice.thread is not None or not _choice.is_wanted:
         return
     _choice.thread = threading.Thread(target=_choice.settle, name="hfq-build", daemon=True)
@@ -94,14 +93,14 @@ def start() -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled part, waiting for it where it is being built; None where it cannot be had."""
+    """Returns the C++ library, or None if it is unavailable; waits for the build."""
     if not _choice.is_settled:
         _choice.settle()
     return _choice.library
 
 
 def reason_missing() -> str | None:
-    """Why there is no compiled part, or None where there is one."""
+    """Returns why the C++ library is unavailable, or None; waits for the build."""
     library()
     return _choice.reason
 
@@ -110,13 +109,13 @@ def reason_missing() -> str | None:
 def use(engine: Engine | ctypes.CDLL) -> Iterator[None]:
     """Replaces the library that all threads of this process multiply with, until the context ends.
 
-    For tests and comparisons. Contexts may be nested. A library is built when it is first asked for; its
-    settings (`hfq_use…`) are the defaults again at the end.
+    For tests and comparisons. Contexts may be nested. The library is built on first use. The end of the
+    context restores its default settings (`hfq_use…`).
 
     Args:
-        engine: `"cpp"`: the compiled part, built or found in the cache, whatever `HFQ_DISABLE_CPP` says.
-            `"torch"`: none, as without a compiler. `"auto"`: what a new process would use. Or a library that
-            `load` returned.
+        engine: `"cpp"` uses the C++ library, built or from the cache, and ignores `HFQ_DISABLE_CPP`.
+            `"torch"` uses no library, as without a compiler. `"auto"` chooses as in a new process. A library
+            that `load` returned is also valid.
     """
     global _choice
     before, _choice = _choice, _Choice(engine)
@@ -133,30 +132,30 @@ def use(engine: Engine | ctypes.CDLL) -> Iterator[None]:
 
 
 def restore_defaults(library: ctypes.CDLL) -> None:
-    """Undoes every `hfq_use…` of a library: it multiplies as is best on this processor."""
+    """Resets every `hfq_use…` setting of a library to the best choice for this processor."""
     for setting in (library.hfq_use, library.hfq_use_subnormals, library.hfq_use_short, library.hfq_use_vnni):
         setting(-1)
 
 
 def is_wanted() -> bool:
-    """Whether the environment leaves it on."""
+    """Returns True if the environment does not disable the C++ library."""
     return os.environ.get(SWITCH, "0") in ("", "0")
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Loads a library that was compiled from kernels.cpp.
+    """Loads a library compiled from kernels.cpp.
 
     Raises:
-        BuildError: It cannot be loaded, or speaks another version of the interface.
+        BuildError: The library cannot be loaded, or has another version of the interface.
     """
     try:
         return _declared(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as error:
-        raise BuildError(f"it was built and cannot be loaded: {error}") from error
+        raise BuildError(f"the built library cannot be loaded: {error}") from error
 
 
 def _forget() -> None:
-    """In the child of a fork the thread is gone, and its lock may be held for ever."""
+    """Replaces the choice in the child of a fork, where the build thread is gone and may hold the lock."""
     global _choice
     if not _choice.is_settled:
         _choice = _Choice(_choice.engine)
@@ -171,7 +170,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     int64 = ctypes.c_int64
     int32 = ctypes.c_int32
     if loaded.hfq_abi() != ABI:
-        raise BuildError(f"the cached library speaks version {loaded.hfq_abi()}, not {ABI}")
+        raise BuildError(f"the cached library has interface version {loaded.hfq_abi()}, not {ABI}")
     for function in (loaded.hfq_most_rows, loaded.hfq_scratch):
         function.restype = int64
     loaded.hfq_scratch.argtypes = [pointer, int64]

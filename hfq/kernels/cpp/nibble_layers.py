@@ -1,5 +1,6 @@
-"""Layers of rows of 4-bit codes: MXFP4, NVFP4, MLX, pack-quantized, AWQ's gemv and gemv_fast,
-bitsandbytes.
+"""Descriptions of layers of rows of 4-bit codes.
+
+Formats: MXFP4, NVFP4, MLX, pack-quantized, AWQ's gemv and gemv_fast, and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def _integers(values: Sequence[float], unit: float, offset: int) -> ctypes.Array
 
 
 _VALUES = {values: (ctypes.c_float * 16)(*values) for values in (_CODES, _OFFSET, E2M1, MXINT4)}
-"""What 4-bit codes stand for, in memory that outlives every call."""
+"""The values of 4-bit codes, in memory that outlives every call."""
 
 _INTEGERS = {
     values: (_integers(values, unit, offset), unit, offset)
     for values, unit, offset in ((_OFFSET, 1, 8), (E2M1, 0.5, 12), (MXINT4, 0.25, 7))
 }
-"""The same as integers without sign, with what one is worth and what was added to it."""
+"""The values as unsigned integers, with the value of 1 and the offset that was added to each."""
 
 _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 
@@ -61,7 +62,7 @@ _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 def fp4(
     weight_format: Fp4Format, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """MXFP4, MXINT4, NVFP4, MLX's of both, and the experts of gpt-oss."""
+    """Describes a layer of MXFP4, MXINT4, NVFP4, MLX's mxfp4 or nvfp4, or an expert of gpt-oss."""
     codes = tensors[weight_format.codes_name]
     scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4 | MlxFp4) else "weight_scale"]
     is_e4m3 = isinstance(weight_format, MlxFp4) and weight_format.mode == "nvfp4"  # as bytes
@@ -99,7 +100,7 @@ def _against_mlx(weight_format: Mlx, in_features: int) -> str | None:
 def mlx_affine(
     weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """MLX's affine codes of four bits, to whose products with a scale a float is added."""
+    """Describes a layer of MLX's affine 4-bit codes: a float is added to code times scale."""
     codes = tensors["weight"]
     scales = tensors["scales"]
     biases = tensors[weight_format.biases_name]
@@ -125,7 +126,7 @@ def mlx_affine(
 
 
 def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
-    """Why the compiled part cannot multiply by such a layer."""
+    """Returns why the C++ library cannot multiply by such a layer, or None."""
     if weight_format.num_bits != 4:
         return "of pack-quantized it reads 4-bit codes"
     groups = weight_format.scale_shape[1] if len(weight_format.scale_shape) == 2 else 1
@@ -173,7 +174,7 @@ def pack_quantized(
 def awq_rows(
     weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """gemv, and gemv_fast, whose scales and zero points lie with the outputs side by side."""
+    """Describes a layer of gemv or gemv_fast; gemv_fast has scales and zero points [groups, outputs]."""
     codes = tensors["qweight"]
     scales = tensors["scales"]
     zeros = tensors[weight_format.zeros_name]
@@ -206,7 +207,7 @@ def awq_rows(
 
 
 def _against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
-    """Why the compiled part cannot multiply by such a layer: its blocks are those of the flattened weight."""
+    """Returns why the C++ library cannot multiply by such a layer: blocks divide the flattened weight."""
     if in_features % 2 or (weight_format.blocksize and in_features % weight_format.blocksize):
         return f"a row does not end with a block of {weight_format.blocksize}"
     return None
@@ -216,7 +217,7 @@ def _against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
 def bnb(
     weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """nf4 and fp4, with plain or double-quantized scales."""
+    """Describes a layer of nf4 or fp4, with plain or double-quantized scales."""
     codes = tensors["weight"]
     scale = tensors["weight.absmax"]
     groups = in_features // weight_format.blocksize

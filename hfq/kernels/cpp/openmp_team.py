@@ -1,8 +1,7 @@
-"""The threads that torch multiplies with: the compiled parts work on the same ones, since others would wait
-behind them.
+"""The OpenMP threads of torch, which the C++ libraries share.
 
-Between torch's products its threads stay awake for some milliseconds. A second pool would share the
-processors with them, and two threads would be no faster than one.
+After a product, torch's threads stay awake for some milliseconds. A second pool would compete with them for
+the processors, and two threads would be no faster than one.
 """
 
 from __future__ import annotations
@@ -18,28 +17,33 @@ __all__ = ["team"]
 
 
 def team() -> int | None:
-    """The address of the OpenMP runtime's `GOMP_parallel` that torch itself calls (libgomp's ABI, which
-    LLVM's and Intel's runtimes also have); None where torch was built without, and in the child of a fork,
-    where the runtime has no threads and waits for them.
+    """Returns the address of `GOMP_parallel` in torch's OpenMP runtime.
+
+    This is libgomp's ABI, which LLVM's and Intel's runtimes also have.
+
+    Returns:
+        None if torch was built without OpenMP. Also None in the child of a fork, where the runtime would wait
+        for threads that do not exist.
     """
     return None if _is_forked(os.getpid()) else _found()
 
 
 _process, _FORKED = os.getpid(), 0x40
-"""Who imported this; and Linux's flag of a process that was forked and has begun no program since
+"""The process that imported this module, and Linux's flag of a forked process that has not called exec
 (PF_FORKNOEXEC, sched.h).
 """
 
 
 @functools.cache
 def _is_forked(process: int) -> bool:
-    """Whether this process is the child of a fork; also one that imports this itself, after its parent had
-    torch alone.
+    """Returns True if this process is the child of a fork.
+
+    Also detects a child that imports this module itself, after its parent imported torch only.
     """
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         return process != _process or bool(int(fields[6]) & _FORKED)
-    except (OSError, IndexError, ValueError):  # no Linux
+    except (OSError, IndexError, ValueError):  # not Linux
         return process != _process
 
 

@@ -1,4 +1,4 @@
-"""Layers whose codes lie in 32-bit words: GPTQ and AWQ."""
+"""Descriptions of layers whose codes are packed in 32-bit words: GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from hfq.kernels.cpp.nibble_layers import awq_rows
 __all__ = ["MOST_GROUPS", "awq", "gptq"]
 
 MOST_GROUPS = 1024
-"""The most groups of an input: the scales of a few columns must fit into the scratch memory of a thread."""
+"""The most groups of input channels.
+
+The scales of a few columns must fit into the scratch memory of a thread.
+"""
 
 
 def _against_gptq(weight_format: Gptq, in_features: int) -> str | None:
@@ -66,7 +69,7 @@ def gptq(
 def awq(
     weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """gemm's words; gemv and gemv_fast have rows of nibbles."""
+    """Describes a gemm layer; layers of gemv and gemv_fast have rows of nibbles."""
     if weight_format.version != "gemm":
         return awq_rows(weight_format, tensors, out_features, in_features)
     scales, zeros = tensors["scales"], tensors[weight_format.zeros_name]

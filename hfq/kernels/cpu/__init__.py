@@ -1,1 +1,1 @@
-"""Kernels of plain torch for CPUs."""
+"""CPU kernels in plain torch."""

@@ -1,14 +1,14 @@
-"""e4m3 codes as bfloat16 in plain torch, for processors that multiply bfloat16: no panel of float32 on the
-way.
+"""Conversion of e4m3 codes to bfloat16 in plain torch, without a float32 panel.
 
-The bits of e4m3, shifted by four and without those that its sign was copied to, are a bfloat16 of 2^-120 of
-its value, subnormal values included. bfloat16's instructions take subnormal numbers for zeros, so one
-multiplication follows: by the scale of each block, which rounds the weight once, as the copy of a float32
-panel does, or by a power of two, where the sums are scaled. torch's batch norm multiplies bfloat16 by float32
-in one pass, with blocks for channels; to multiply block by block takes three times as long.
+Used on processors that multiply bfloat16. Shift the sign-extended bits of an e4m3 code by four, and clear
+the copies of its sign. The result is a bfloat16 of 2^-120 of the code's value, also for subnormal codes.
+bfloat16 instructions treat subnormal numbers as zeros, so one multiplication follows. It multiplies by the
+scale of each block, which rounds the weight once, as the copy of a float32 panel does. If the sums are
+scaled later, it multiplies by a power of two. torch's batch norm multiplies bfloat16 by float32 in one pass,
+with blocks as channels, which is faster than one multiplication per block.
 
-To multiply a vector with a subnormal number in it takes Intel's processors twenty times as long. Weights have
-one such code in ten thousand; codes that have many go through float32, to the same bits.
+Intel's processors multiply vectors with a subnormal number far slower. Weights usually have few such codes.
+Codes with many subnormal values are converted through float32, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -35,47 +35,55 @@ __all__ = [
 ]
 
 PART_NUMEL = 1 << 20
-"""Sums that are scaled at once, and four times the codes that go through float32 at once, unless a row has
-more.
+"""Number of sums scaled together, and four times the number of codes converted through float32 together.
+
+One row of a matrix is never split.
 """
 
-_UNIT = 2.0**120
-_LEAST_BLOCK = 32  # each row of blocks is a call, and each row of one a loop
-_SCALE_LIMIT = 2.0**7  # times _UNIT it is a float
-_SUM_UNIT = 256.0  # sums of whole codes could be too large for a float
+_UNIT = 2.0**120  # value of 1 in the shifted bits
+_LEAST_BLOCK = 32  # edge of a block: smaller blocks cost one call per row of blocks and one loop per row
+_SCALE_LIMIT = 2.0**7  # times _UNIT, scales below are finite floats
+_SUM_UNIT = 256.0  # codes are divided by this, so that sums do not overflow a float
 _SUBNORMAL = bytes(code for code in range(256) if 0 < code % 128 < 8)
-_SAMPLE = 4096
-_MOST_SUBNORMAL = 8  # of a sample
-_LEAST = 2.0**-1074  # no constant expression: the processor is to multiply it
+_SAMPLE = 4096  # codes
+_MOST_SUBNORMAL = 8  # codes of a sample
+_LEAST = 2.0**-1074  # a variable, so that the processor and not the compiler multiplies it
 
 
 def is_summed(weight_format: object) -> TypeGuard[Fp8]:
-    """Whether codes are multiplied by themselves, and the sums are scaled."""
+    """Returns True if unscaled codes are multiplied, and the sums are scaled."""
     return _has_e4m3(weight_format) and weight_format.strategy in ("tensor", "channel")
 
 
 def is_in_blocks(weight_format: object) -> TypeGuard[Fp8]:
-    """Whether `fill_blocks` takes this format."""
+    """Returns True if `fill_blocks` supports this format."""
     if not _has_e4m3(weight_format) or weight_format.strategy != "block" or weight_format.reciprocal:
         return False
     return min(weight_format.block_structure or (128, 128)) >= _LEAST_BLOCK
 
 
 def is_shifted(codes: torch.Tensor) -> bool:
-    """Whether few of the codes are subnormal, by a sample; `torch.set_flush_denormal` would make zeros of
-    them.
+    """Returns True if few codes of a sample are subnormal.
+
+    Returns False under `torch.set_flush_denormal`, which turns subnormal codes into zeros.
     """
     if not codes.numel() or _flushes_subnormals():
         return False
     rows = codes.view(torch.uint8)[:: max(codes.shape[0] // 8, 1)]
     sample = rows[:8, : _SAMPLE // 8].numpy().tobytes()
-    count = len(sample) - len(sample.translate(None, _SUBNORMAL))  # torch's operations take twice as long
+    count = len(sample) - len(sample.translate(None, _SUBNORMAL))  # faster than torch's operations
     return count * _SAMPLE <= _MOST_SUBNORMAL * len(sample)
 
 
 def fill_codes(codes: torch.Tensor, shifts: bool) -> torch.Tensor:
-    """1/256 of codes: bfloat16 [rows, in_features], in a kept buffer; `shifts` as `is_shifted` says, for
-    speed alone.
+    """Converts codes to bfloat16, divided by 256.
+
+    Args:
+        codes: float8_e4m3fn [rows, in_features].
+        shifts: The result of `is_shifted`. It affects the speed only.
+
+    Returns:
+        bfloat16 [rows, in_features], in the thread's reused buffer.
     """
     panel, bits = _panel(codes), codes.view(torch.int8)
     if shifts and not _flushes_subnormals() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
@@ -89,7 +97,7 @@ def fill_codes(codes: torch.Tensor, shifts: bool) -> torch.Tensor:
 
 
 def scale_sums(sums: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> None:
-    """Scales bfloat16 [rows, out_features] of activations times `fill_codes`, in place."""
+    """Scales products of activations and `fill_codes` in place: bfloat16 [rows, out_features]."""
     scale = scale_as_float(tensors[weight_format.scale_name]).reshape(-1)
     scale = scale / _SUM_UNIT if weight_format.reciprocal else scale * _SUM_UNIT
     apply = torch.Tensor.div_ if weight_format.reciprocal else torch.Tensor.mul_
@@ -99,8 +107,10 @@ def scale_sums(sums: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_f
 
 
 def block_factors(tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> torch.Tensor | None:
-    """What the bits of each block are multiplied by: float32 [rows, columns] of blocks; None for scales that
-    are too large.
+    """Returns the factor for the shifted bits of each block.
+
+    Returns:
+        float32 [rows of blocks, columns of blocks]; None if a scale is too large.
     """
     scale = scale_as_float(tensors[weight_format.scale_name])
     return scale.reshape(scale.shape[0], -1) * _UNIT if float(scale.abs().amax()) < _SCALE_LIMIT else None
@@ -109,7 +119,11 @@ def block_factors(tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> to
 def fill_blocks(
     codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, start: int, rows: int
 ) -> torch.Tensor | None:
-    """Some rows of the weight, rounded once: bfloat16 [rows, in_features], in a kept buffer; None for NaN."""
+    """Dequantizes `rows` rows of the weight from `start`, rounded once.
+
+    Returns:
+        bfloat16 [rows, in_features], in the thread's reused buffer; None if a code is NaN.
+    """
     bits, (above, before) = codes[start : start + rows].view(torch.int8), weight_format.block_offset
     if not bits.numel() or _flushes_subnormals():
         return None
@@ -118,7 +132,7 @@ def fill_blocks(
     whole = thread_buffer("panel", torch.bfloat16, codes.device, rows * count * block_in).view(
         rows, count * block_in
     )
-    inside = slice(before, before + codes.shape[1])  # beside it, where blocks go on, is anything
+    inside = slice(before, before + codes.shape[1])  # outside, where blocks continue, values are arbitrary
     if not _shift(bits, bits.view(torch.uint8), whole.view(torch.int16)[:, inside]):
         return None
     _scale_blocks(whole.view(rows, count, block_in), factors, *_unused(count), start + above, block_out)
@@ -126,10 +140,10 @@ def fill_blocks(
 
 
 def _shift(codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor) -> bool:
-    """Writes the bits of 2^-120 of codes in bfloat16; False for NaN, which would become a number."""
+    """Writes 2^-120 of codes as bfloat16 bits; returns False for NaN, which would become a number."""
     if has_nan(codes, unsigned):
         return False
-    bits.copy_(codes).mul_(1 << 4).bitwise_and_(-0x7810)  # 0x87F0: without those that the sign was copied to
+    bits.copy_(codes).mul_(1 << 4).bitwise_and_(-0x7810)  # 0x87F0 clears the copies of the sign
     return True
 
 
@@ -142,7 +156,7 @@ def _scale_blocks(
     first: int,
     block_out: int,
 ) -> None:
-    """Multiplies [rows, blocks, block_in], whose first row is the weight's `first`, in place."""
+    """Multiplies [rows, blocks, block_in] in place; its first row is row `first` of the weight."""
     stop = first + panel.shape[0]
     for block in range(first // block_out, (stop + block_out - 1) // block_out):
         some = panel[max(block * block_out - first, 0) : min((block + 1) * block_out, stop) - first]
@@ -176,9 +190,7 @@ def _flushes_subnormals() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _unused(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The statistics of a batch norm that leave its channels as they are, and a place for those that it does
-    not write.
-    """
+    """Returns a mean and variance for which batch norm leaves channels unchanged, and an empty output."""
     with torch.inference_mode(False):
         zeros = torch.zeros(count, dtype=torch.float32, device="cpu")
         return zeros, zeros + 1, zeros[:0]

@@ -1,14 +1,13 @@
-"""Products of activations rounded to int8 with int8 weights on a CPU, on the checkpoint's bytes as they lie.
+"""Products of int8 activations and int8 weights on a CPU, read from the checkpoint's bytes.
 
     y[m, n] = (sum of q[m, k] * (w[n, k] - zero_point[n]) over k) * activation_scale[m] * weight_scale[n]
 
-The compiled part (native/src/int8.cpp) sums in integers, exactly; where it has dot products of bytes (AVX-512
-VNNI) or tiles (AMX), it rounds, multiplies and scales any number of rows in one call. Without a compiler
-torch's `_int_mm` does so for many rows, where there are dot products, and `_weight_int8pack_mm` multiplies
-few rows of bfloat16 activations: it takes their codes as bfloat16, which holds every one of them, sums in
-float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of
-oneDNN is not used: its 16-bit sums saturate, silently, on a processor without VNNI (seen with torch 2.13 on
-AVX2).
+The C++ library (cpp/src/int8.cpp) sums exactly in integers. With dot products of bytes (AVX-512 VNNI) or
+tiles (AMX), it rounds, multiplies, and scales any number of rows in one call. Without a compiler, torch's
+`_int_mm` multiplies many rows on processors with dot products, and `_weight_int8pack_mm` multiplies few rows
+of bfloat16 activations. The latter receives the codes as bfloat16, which represents each of them, sums in
+float32, and rounds the sum to bfloat16. All other products use panels. torch's prepacked linear of oneDNN is
+not used: its 16-bit sums saturate silently on a processor without VNNI (torch 2.13 on AVX2).
 """
 
 from __future__ import annotations
@@ -45,48 +44,51 @@ from hfq.kernels.layer_tensors import LayerTensors
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
 _MOST_INPUTS = 1 << 17
-"""From here on int32 could overflow."""
+"""Number of inputs from which int32 sums could overflow."""
 
 BATCH_NBYTES = 4 << 20
-"""The most bytes of activations or sums, in float32, that are made at once."""
+"""The most bytes of float32 activations or sums that are allocated together."""
 
 _MOST_OUTLIERS = 1 / 32
-"""The largest share of input channels that are multiplied apart as LLM.int8()'s outliers; beyond it panels
-are used.
-"""
+"""The largest share of input channels that are LLM.int8() outliers; for more, panels are used."""
 
 _OUTLIER_ROWS = 16
-"""So many rows at once, filled up with zeros, are multiplied by outlier channels: torch's order of sums
-depends on their number.
+"""Rows, padded with zeros, that are multiplied by outlier channels together.
+
+The number is fixed because torch's order of sums depends on it.
 """
 
 _VNNI_ROWS = 32
-"""Without a compiler, `_int_mm` multiplies so many rows and more where there is VNNI; below, it was measured
-at half of bfloat16's speed (8 rows, Zen 4). The number between is unmeasured.
+"""The fewest rows that `_int_mm` multiplies without a compiler, on processors with VNNI.
+
+For few rows, `_int_mm` is slower than bfloat16. The exact crossover is not tuned.
 """
 
 _FUSED_ROWS, _FUSED_DTYPES = 64, (torch.float32, torch.bfloat16)
-"""The most rows that are rounded, multiplied and scaled in one call where there are neither dot products nor
-tiles, and of which dtypes.
+"""The most rows, and the dtypes, that are rounded, multiplied, and scaled in one call.
+
+The limit of rows holds on processors with neither dot products nor tiles.
 """
 
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
-"""`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what
-in_features must be a multiple of, since it reads whole vectors, past the end of a row (torch 2.13).
+"""Limits of `_weight_int8pack_mm`: the most rows, and a divisor of in_features.
+
+For more rows, panels are faster. It reads whole vectors, also past the end of a row (torch 2.13), so
+in_features must be a multiple of the second number.
 """
 
 _PACK_ALIGNMENT, _PACK_PART = 16, 1 << 18
-"""What its weight must be aligned to: with AVX-512 it ends the process where four rows or more find another
-(torch 2.13), and files align tensors to 8 bytes. Such weights are copied by parts of about so many codes.
+"""Alignment of the weight in bytes that `_weight_int8pack_mm` requires, and codes per copied part.
+
+With AVX-512 and four rows or more, it ends the process if the weight is not aligned (torch 2.13). Files align
+tensors to 8 bytes only, so unaligned weights are copied in parts of about this many codes.
 """
 
 
 def reason_against(
     weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
 ) -> str | None:
-    """Why a layer under a scheme cannot be multiplied, or None where it can; the first call may wait for a
-    build.
-    """
+    """Returns why a layer under a scheme is unsupported, or None; the first call may wait for a build."""
     if type(weight_format) not in (IntQuantized, BnbInt8) or not isinstance(weight_format, ScaledCodes):
         return f"it does not read {weight_format.name}"
     if scheme.dtype != "int8" or scheme.strategy == "group":
@@ -108,12 +110,11 @@ def linear(
     weight_format: ScaledCodes,
     scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in
-    float32.
+    """Computes `quantize_activations(activations) @ W.T (+ bias)`, and scales sums of codes in float32.
 
-    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight and
-    `_OUTLIER_ROWS` of their sums. Without a compiler, `_PACK_PART` codes of a weight that is not aligned are
-    kept as well, or 64 rows where those are more.
+    Temporary tensors have at most `BATCH_NBYTES`, plus the outlier channels of the weight and `_OUTLIER_ROWS`
+    rows of their sums. Without a compiler, a buffer holds `_PACK_PART` codes of an unaligned weight, or 64
+    rows if those are more.
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
@@ -153,8 +154,9 @@ def linear(
 
 
 def _is_for_fused(rows: torch.Tensor) -> bool:
-    """Whether the compiled part rounds, multiplies and scales: for few rows torch's operations would take as
-    long as the product.
+    """Returns True if the C++ library rounds, multiplies, and scales these rows.
+
+    For few rows, torch's operations would take as long as the product.
     """
     count = rows.shape[0]
     if not count or rows.dtype not in _FUSED_DTYPES or not rows.data_ptr():
@@ -165,9 +167,7 @@ def _is_for_fused(rows: torch.Tensor) -> bool:
 def _fused_weight(
     tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
 ) -> RoundedWeight | None:
-    """The weight as `rounded_linear` reads it, kept with tensors that a module holds; None where it
-    cannot.
-    """
+    """Returns the weight for `rounded_linear`, cached with a module's tensors; None if unsupported."""
     answers = tensors.answers if type(tensors) is LayerTensors else {}
     answer = answers.get("int8")
     if isinstance(answer, tuple) and answer[0] is weight_format and answer[1] is scheme:
@@ -179,7 +179,7 @@ def _fused_weight(
     steps = (stored if stored.dtype in DTYPES else stored.to(torch.float32)).contiguous()
     bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
     fused = RoundedWeight(weight, steps, weight_format.multiplier, TOPS["int8"], bound)
-    if steps is stored:  # a copy would stay what it is when the stored scales are others
+    if steps is stored:  # a cached copy would miss later changes of the stored scales
         answers["int8"] = weight_format, scheme, fused
     return fused
 
@@ -187,7 +187,7 @@ def _fused_weight(
 def _fused(
     activations: torch.Tensor, rows: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight: RoundedWeight
 ) -> torch.Tensor:
-    """As `linear` by torch's operations, bit for bit."""
+    """Computes `linear` in the C++ library, bit-identical to torch's operations."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     *leading, _ = activations.shape
     result = activations.new_empty(*leading, weight.out_features)  # no view, as in the reference
@@ -208,14 +208,14 @@ def _fused(
 
 
 def _has_rows(weight: torch.Tensor) -> bool:
-    """Whether a weight's rows lie in memory, one after the other: a stand-in (FakeTensor) has none."""
+    """Returns True if a weight is contiguous in memory; a FakeTensor has no memory."""
     return weight.is_contiguous() and weight.data_ptr() != 0
 
 
 def _multiplier(
     rows: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """(codes int8 [rows, in], weight) → their product; None where panels are faster, or hold more."""
+    """Returns a function of codes (int8 [rows, in_features]) and weight; None if panels are better."""
     count, in_features = rows.shape
     if not count or not _has_rows(weight) or not rows.data_ptr():
         return None
@@ -229,7 +229,7 @@ def _multiplier(
 
 
 def _multiply_packed(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`codes @ weight.T`, bfloat16 [rows, out_features], summed in float32."""
+    """Computes `codes @ weight.T`, bfloat16 [rows, out_features], summed in float32."""
     ones = _ones(weight.shape[0])
     if weight.data_ptr() % _PACK_ALIGNMENT == 0:
         return torch._weight_int8pack_mm(codes, weight, ones)
@@ -245,8 +245,9 @@ def _multiply_packed(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _add_outliers(product: torch.Tensor, values: torch.Tensor, floats: torch.Tensor) -> None:
-    """`product += values @ floats.T`, a row's bits the same whatever rows are beside it: always as many are
-    multiplied.
+    """Adds `values @ floats.T` to `product`.
+
+    Every product has `_OUTLIER_ROWS` rows, so that the bits of a row do not depend on the other rows.
     """
     for part, target in zip(values.split(_OUTLIER_ROWS), product.split(_OUTLIER_ROWS), strict=True):
         filled = floats.new_zeros(_OUTLIER_ROWS, floats.shape[1])
@@ -257,7 +258,7 @@ def _add_outliers(product: torch.Tensor, values: torch.Tensor, floats: torch.Ten
 def _floats(
     tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, columns: torch.Tensor
 ) -> torch.Tensor:
-    """These input channels of the weight: float32 [out_features, channels]."""
+    """Dequantizes input channels of the weight: float32 [out_features, channels]."""
     codes = tensors[weight_format.codes][:, columns].to(torch.float32)
     if weight_format.zero_dtype:
         codes.sub_(tensors[weight_format.zero].reshape(-1, 1).to(torch.float32))
@@ -268,7 +269,7 @@ def _floats(
 
 @functools.cache
 def _has_exact_dots() -> bool:
-    """Whether the processor has int8 dot products, and torch's sums with them are exact."""
+    """Returns True if the processor has int8 dot products and torch's sums with them are exact."""
     if not getattr(torch.cpu, "_is_vnni_supported", bool)():
         return False
     extremes = torch.tensor([[127], [-128]], dtype=torch.int8).expand(2, 256).contiguous()

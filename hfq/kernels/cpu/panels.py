@@ -1,10 +1,10 @@
-"""Plain torch on a CPU for every format: large panels in kept buffers, multiplied in the dtype that the
-processor is fast in.
+"""The torch kernel: large panels in reused buffers, for every format on a CPU.
 
-A panel is dequantized as for the reference kernel, bit for bit. Where a processor has no bfloat16
-instructions, torch multiplies bfloat16 several times slower than float32; there, and for float16 everywhere,
-the panel stays in float32 and the result alone is rounded to the activations' dtype. So results differ from
-the reference's in their last bits, and are no less exact.
+Panels are bit-identical to those of the reference kernel. They are multiplied in a dtype that the processor
+multiplies fast. On processors without bfloat16 instructions, torch multiplies bfloat16 far slower than
+float32. There, and for float16 everywhere, panels stay in float32, and only the result is rounded to the
+activations' dtype. Results then differ from the reference kernel's in their last bits, at no loss of
+accuracy.
 """
 
 from __future__ import annotations
@@ -36,22 +36,19 @@ __all__ = [
 ]
 
 PANEL_NBYTES = 11 << 19
-"""The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16,
-which share the reading of the activations.
+"""The most bytes of a panel, unless `row_multiple` rows need more.
+
+The size fits 256 rows of a 7B model in bfloat16. Rows of a panel share the reading of the activations.
 """
 
 _ALIGNED_ROWS = (128, 32)
-"""Panels are multiples of so many rows where they may have as many: the usual rows of a block, or what
-libraries take at once.
-"""
+"""Preferred multiples of a panel's rows: the usual rows of a block, and of a library's inner loop."""
 
 BATCH_NBYTES = 16 << 20
-"""The most bytes of activations that are converted at once."""
+"""The most bytes of activations that are converted together."""
 
 Fill = Callable[[int, int, torch.dtype], torch.Tensor]
-"""(first output row, rows, dtype) → that part of the weight, [rows, in_features], valid until the next
-call.
-"""
+"""(first output row, rows, dtype) → a part of the weight, [rows, in_features], valid until the next call."""
 
 
 def linear(
@@ -60,8 +57,16 @@ def linear(
     weight_format: Format,
     panel_nbytes: int | None = None,
 ) -> torch.Tensor:
-    """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of
-    `PANEL_NBYTES`, or of others.
+    """Computes `reference.linear` with large panels; for other devices than a CPU, calls it.
+
+    Args:
+        activations: [..., in_features], float32, bfloat16, or float16.
+        tensors: The module's tensors by local name.
+        weight_format: The format of the tensors.
+        panel_nbytes: The most bytes of a panel; None for `PANEL_NBYTES`.
+
+    Returns:
+        [..., out_features] in the activations' dtype.
     """
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
@@ -74,7 +79,7 @@ def linear(
 def linear_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """As `reference.linear_grad`, which takes over for gradients that are not on a CPU."""
+    """Computes `reference.linear_grad` with large panels; for other devices than a CPU, calls it."""
     if grad.device.type != "cpu":
         return reference.linear_grad(grad, tensors, weight_format)
     return multiply_grad(
@@ -89,12 +94,12 @@ def multiply(
     fill: Fill,
     panel_nbytes: int | None = None,
 ) -> torch.Tensor:
-    """`activations @ W.T (+ bias)` by panels.
+    """Computes `activations @ W.T (+ bias)` by panels.
 
     Args:
         activations: [..., in_features], float32, bfloat16 or float16, on a CPU.
         tensors: The module's tensors by local name.
-        weight_format: Their format.
+        weight_format: The format of the tensors.
         fill: Dequantizes a panel.
         panel_nbytes: The most bytes of a panel; None for `PANEL_NBYTES`.
 
@@ -117,7 +122,7 @@ def multiply(
 
 
 def _multiply_panel(rows: torch.Tensor, fill: Fill, result: torch.Tensor, span: range) -> None:
-    """Output rows of the weight, to their columns of the result."""
+    """Multiplies by the output rows `span` of the weight, and writes their columns of the result."""
     panel, target = fill(span.start, len(span), rows.dtype), result[:, span.start : span.stop]
     if target.dtype == rows.dtype:
         torch.mm(rows, panel.t(), out=target)
@@ -132,7 +137,7 @@ def _multiply_codes(
     weight_format: Fp8,
     panel_nbytes: int | None,
 ) -> torch.Tensor:
-    """bfloat16 times e4m3 codes by themselves; then the sums are scaled."""
+    """Multiplies bfloat16 by unscaled e4m3 codes, then scales the sums."""
     codes = tensors["weight"]
     shifts = fp8_bfloat16.is_shifted(codes)
 
@@ -155,8 +160,16 @@ def _add_bias(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torc
 def multiply_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill
 ) -> torch.Tensor:
-    """`grad @ W` by panels, summed in float32: [..., out_features] → [..., in_features] in the gradient's
-    dtype.
+    """Computes `grad @ W` by panels, summed in float32.
+
+    Args:
+        grad: [..., out_features].
+        tensors: The module's tensors by local name.
+        weight_format: The format of the tensors.
+        fill: Dequantizes a panel.
+
+    Returns:
+        [..., in_features] in the gradient's dtype.
     """
     rows = grad.reshape(-1, grad.shape[-1])
     out_features, in_features = weight_format.shape(tensors)
@@ -172,13 +185,14 @@ def multiply_grad(
 
 
 def scales_sums(weight_format: Format, dtype: torch.dtype) -> TypeGuard[Fp8]:
-    """Returns True if activations of this dtype are multiplied by codes alone, and the sums are scaled."""
+    """Returns True if activations are multiplied by unscaled codes, and the sums are scaled."""
     return fp8_bfloat16.is_summed(weight_format) and product_dtype(dtype) == torch.bfloat16
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that this processor multiplies activations of a dtype in: float32 for those that it has no
-    instructions for.
+    """Returns the dtype in which this processor multiplies activations of a dtype.
+
+    The result is float32 for dtypes that the processor has no instructions for.
     """
     if dtype == torch.float16 or (dtype == torch.bfloat16 and not _has_bfloat16()):
         return torch.float32
@@ -194,20 +208,20 @@ def _has_bfloat16() -> bool:
 def _spans(
     weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None
 ) -> list[range]:
-    """Returns the output rows of each panel, which has at most `nbytes`, or `PANEL_NBYTES`."""
+    """Returns the output rows of each panel of at most `nbytes`, or `PANEL_NBYTES`."""
     most = (nbytes or PANEL_NBYTES) // (dtype.itemsize * max(in_features, 1))
     multiple = weight_format.row_multiple
     return _divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple])
 
 
 def _divide(count: int, most: int, multiples: Sequence[int]) -> list[range]:
-    """Divides `count` rows into parts of even length, as nearly as multiples allow.
+    """Divides `count` rows into parts of nearly equal length.
 
     Args:
-        count: The rows.
+        count: The number of rows.
         most: The most rows of a part, unless the last of the multiples is more.
-        multiples: Parts but the last are multiples of the first of these that is not too coarse for `count`
-            and `most`.
+        multiples: Candidates, coarsest first. The length of each part except the last is a multiple of the
+            first candidate that is not too coarse for `count` and `most`.
     """
     fine = [
         multiple
@@ -222,7 +236,7 @@ def _divide(count: int, most: int, multiples: Sequence[int]) -> list[range]:
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype) -> Fill:
-    """For panels of one dtype."""
+    """Returns a function that fills panels of one dtype."""
     _, in_features = weight_format.shape(tensors)
     device, multiple = torch.device("cpu"), weight_format.row_multiple
     step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
@@ -233,7 +247,7 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: t
         if filled is not None:
             return filled
         panel = thread_buffer("panel", dtype, device, rows * in_features).view(rows, in_features)
-        for first in range(0, rows, step):  # in steps, so that what is made on the way stays small
+        for first in range(0, rows, step):  # in steps, so that temporary tensors stay small
             part = panel[first : first + step]
             if dtype == torch.float32:
                 weight_format.dequantize_into(part, tensors, start + first)

@@ -1,7 +1,7 @@
-"""Kernels of other libraries for a CUDA device: whether each can run here, asked once, and why not.
+"""Availability of other libraries' kernels for CUDA devices.
 
-What is asked are facts of the machine (the device's compute capability, torch's version of CUDA, installed
-packages); nothing is downloaded, imported or run for an answer.
+The answers depend on facts of the machine alone: the device's compute capability, torch's version of CUDA,
+and the installed packages. Nothing is downloaded, imported, or run for an answer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _GPTQMODEL = "hfq does not call it: it multiplies a repacked copy of the weight,
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A kernel of another library, and what it needs.
+    """A kernel of another library, and its requirements.
 
     Attributes:
-        least: The least compute capability.
-        most: The largest compute capability; None for any.
-        cuda: The least version of CUDA that torch is built with.
-        package: The package that brings it; None for torch itself.
-        unused: Why hfq leaves it alone although it could run; None where hfq calls it.
+        least: The lowest compute capability, (major, minor).
+        most: The highest compute capability; None for any.
+        cuda: The lowest version of CUDA that torch is built with.
+        package: The package that contains the kernel; None for torch itself.
+        unused: Why hfq does not call the kernel although it could run; None if hfq calls it.
     """
 
     least: tuple[int, int]
@@ -56,13 +56,13 @@ LIBRARIES = {
 
 @functools.cache
 def capability() -> tuple[int, int] | None:
-    """The compute capability of the first CUDA device; None where there is no device."""
+    """Returns the compute capability of the first CUDA device; None if there is no device."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 @functools.cache
 def probe(name: str) -> tuple[bool, str]:
-    """(whether hfq can use a kernel of `LIBRARIES` here, why or why not)."""
+    """Returns whether hfq can use a kernel of `LIBRARIES` on this machine, and the reason."""
     library, found = LIBRARIES[name], capability()
     if found is None:
         return False, "this machine has no CUDA device"
@@ -80,7 +80,7 @@ def probe(name: str) -> tuple[bool, str]:
 
 
 def _cuda_version() -> tuple[int, ...]:
-    """The version of CUDA that torch is built with; (0, 0) where it is built without."""
+    """Returns the version of CUDA that torch is built with; (0, 0) if it is built without CUDA."""
     return tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
 
 

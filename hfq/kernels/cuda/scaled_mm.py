@@ -1,11 +1,10 @@
-"""torch's own product of FP8 activations by FP8 weights, where a checkpoint asks for FP8 activations and the
-device has it.
+"""torch's own product of FP8 activations and FP8 weights, for devices that have it.
 
-Activations are rounded to codes as `quantize_activations` rounds them, under a scale for the tensor or one
-for each token, and multiplied as codes; the scales follow. Sums are the device's own (torch's
-`use_fast_accum=False`).
+The kernel serves checkpoints that require FP8 activations. Activations are rounded as by
+`quantize_activations`, under one scale for the tensor or one for each token. The codes are multiplied, then
+the products are scaled. The device defines the precision of sums (torch's `use_fast_accum=False`).
 
-Tested with torch's CPU implementation of the same call; neither run nor measured on a GPU.
+Tested with torch's CPU implementation of the same call; never run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from hfq.kernels.cuda.libraries import probe
 __all__ = ["linear", "reason_against"]
 
 _MULTIPLE = 16
-"""What cuBLAS and CUTLASS want both sizes of the weight to be a multiple of."""
+"""cuBLAS and CUTLASS require both sizes of the weight to be multiples of this."""
 
 
 def reason_against(
     weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
 ) -> str | None:
-    """Why a layer under a scheme cannot be multiplied here, or None where it can."""
+    """Returns why a layer under a scheme is unsupported on this machine, or None."""
     recipe = _recipe(weight_format, scheme)
     if recipe is None:
         return f"torch has no product of {scheme.strategy} activations by {weight_format.describe()}"
@@ -45,10 +44,10 @@ def linear(
     weight_format: Format,
     scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """`quantize_activations(activations) @ W.T (+ bias)`; the Triton kernel takes over for what torch's
-    product cannot return exactly.
+    """Computes `quantize_activations(activations) @ W.T (+ bias)`.
 
-    Scales of rows give bfloat16 alone.
+    The Triton kernel computes results that torch's product cannot return in the activations' dtype: with
+    scales per row, torch returns bfloat16 only.
     """
     is_by_row = _recipe(weight_format, scheme) == "rowwise"
     if not activations.numel() or (is_by_row and activations.dtype != torch.bfloat16):
@@ -72,7 +71,7 @@ def linear(
 
 
 def _recipe(weight_format: Format, scheme: ActivationScheme) -> str | None:
-    """Which of torch's recipes multiplies by a layer."""
+    """Returns the name of torch's scaling recipe for a layer, or None."""
     if (
         type(weight_format) is not Fp8
         or weight_format.codes_dtype != "F8_E4M3"

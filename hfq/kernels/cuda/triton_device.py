@@ -1,9 +1,10 @@
-"""The parts of the Triton kernels that run on the device; imported only where Triton is installed.
+"""The device code of the Triton kernels, imported only if Triton is installed.
 
-Triton's interpreter computes wrong products of bfloat16, cuts off where it should round to it, and says
-nothing (triton-lang/triton#4972, #11584), so what is multiplied is of the type `DOT`: the activations' own on
-a device, float32 in the interpreter. With numpy 2.4 it cannot loop to a bound that is no constant, so that
-the bounds here are. FP8 is decoded and encoded by integer operations, which every device has.
+Triton's interpreter computes wrong products of bfloat16, truncates where it should round to bfloat16, and
+reports neither (triton-lang/triton#4972, #11584). Factors therefore have the type `DOT`: the activations'
+dtype on a device, float32 in the interpreter. With numpy 2.4 the interpreter cannot loop to a bound that is
+not a constant, so all bounds here are constants. FP8 is decoded and encoded by integer operations, which
+every device has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["fp8_linear", "gptq_linear", "quantize_e4m3"]
 
 @triton.jit
 def _field(words, following, shift, BITS: tl.constexpr):
-    """The `BITS` bits from `shift` on of unsigned words, which may end in the words that follow."""
+    """Extracts `BITS` bits from bit `shift` of unsigned words; a field may end in the following words."""
     fields = words >> shift
     if 32 % BITS != 0:
         fields = fields | (following << tl.where(shift + BITS > 32, 32 - shift, 0))
@@ -25,8 +26,9 @@ def _field(words, following, shift, BITS: tl.constexpr):
 
 @triton.jit
 def _rounded(values, DTYPE: tl.constexpr, DOT: tl.constexpr):
-    """float32 values rounded to `DTYPE`, as `DOT`; by integers where the interpreter would cut bfloat16
-    off.
+    """Rounds float32 values to `DTYPE` and returns them as `DOT`.
+
+    In the interpreter, integer operations round, since its conversion to bfloat16 truncates.
     """
     if DTYPE == tl.bfloat16 and DOT == tl.float32:  # noqa: SIM300
         bits = values.to(tl.int32, bitcast=True)
@@ -43,7 +45,7 @@ def _words(pointers, mask):
 def _zero_points(
     qzeros, group, n, zero_words, mask, BITS: tl.constexpr, READING: tl.constexpr, ONES: tl.constexpr
 ):
-    """The zero points of (group, output) pairs: see `Gptq.zero_points`."""
+    """Returns the zero points of (group, output) pairs; see `Gptq.zero_points`."""
     shift = (n * BITS) % 32
     places = qzeros + group * zero_words + (n * BITS) // 32
     words = _words(places, mask)
@@ -85,8 +87,9 @@ def gptq_linear(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """One tile of one share of the input's sum: partial[split, m, n] = sum of x[m, k] * W[n, k] over k of the
-    split.
+    """Computes one tile of one split of the sum over inputs.
+
+    partial[split, m, n] is the sum of x[m, k] * W[n, k] over the k of the split.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -122,8 +125,10 @@ def gptq_linear(
 
 @triton.jit
 def _decode(codes, IS_E4M3: tl.constexpr):
-    """FP8 codes (int8) as float32: a code of e4m3, shifted by seven, is a float16 of 1/256 of its value; e5m2
-    is half a float16.
+    """Returns FP8 codes (int8) as float32.
+
+    An e4m3 code, shifted by seven bits, is a float16 of 1/256 of its value. An e5m2 code is the upper half of
+    a float16.
     """
     bits = codes.to(tl.int16)
     if IS_E4M3:
@@ -134,11 +139,11 @@ def _decode(codes, IS_E4M3: tl.constexpr):
 
 @triton.jit
 def _encode(values):
-    """float32 within ±448 as codes of e4m3 (int8), to the nearest, ties to even."""
+    """Rounds float32 within ±448 to e4m3 codes (int8), to nearest, ties to even."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2**-6 codes are multiples of 2**-9, to which adding 2**14 rounds
+    # below 2**-6, codes are multiples of 2**-9; adding 2**14 rounds to such a multiple
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     codes = tl.where(magnitude < 0x3C800000, subnormal, normal)
     codes = tl.where(magnitude > 0x7F800000, 0x7F, codes)
@@ -158,7 +163,7 @@ def quantize_e4m3(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """One scale and its codes: program (row, group)."""
+    """Computes one scale and its codes in program (row, group)."""
     row, group = tl.program_id(0), tl.program_id(1)
     first, last = group * group_size, tl.minimum((group + 1) * group_size, in_features)
     amax = 0.0
@@ -180,7 +185,7 @@ def quantize_e4m3(
 
 @triton.jit
 def _scale(pointers, mask, IS_POWER: tl.constexpr):
-    """Scales as float32; a byte is a power of two."""
+    """Returns scales as float32; a byte is the exponent of a power of two."""
     stored = tl.load(pointers, mask=mask, other=0)
     if IS_POWER:
         exponents = stored.to(tl.int32) & 0xFF
@@ -215,8 +220,9 @@ def fp8_linear(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """As `gptq_linear`, for FP8 weights [out_features, in_features] and activations that are floats or codes
-    under scales.
+    """Computes the same tile as `gptq_linear`, for FP8 weights [out_features, in_features].
+
+    Activations are floats, or codes with scales.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

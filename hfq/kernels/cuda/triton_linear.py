@@ -1,12 +1,12 @@
-"""Triton kernels for a CUDA device: GPTQ of 2, 3, 4 and 8 bits and FP8, multiplied straight from the
-checkpoint's bytes.
+"""Triton kernels for CUDA devices: GPTQ of 2, 3, 4, and 8 bits, and FP8.
 
-Few activation rows are multiplied as the codes are decoded, tile by tile; more rows by the reference kernel,
-which dequantizes panels for the device's own product. A tile of the weight is rounded once to the
-activations' dtype and summed in float32, as there. Where there are few tiles, the input is split and the
-parts are added in one order, so that results are the same from call to call.
+The kernels read the checkpoint's bytes. Few activation rows are multiplied while the codes are decoded, tile
+by tile. For more rows, the reference kernel dequantizes panels for the device's own product. As there, a
+tile of the weight is rounded once to the activations' dtype, and products are summed in float32. If there
+are few tiles, the input is split, and the parts are added in one order. Results are therefore the same in
+every call.
 
-Tested in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`); neither run nor measured on a GPU.
+Tested in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`); never run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ __all__ = [
 ]
 
 FUSED_ROWS = 64
-"""The most activation rows that are multiplied while decoding; more go through panels. Unmeasured: published
-crossovers of such kernels lie between 64 and 128 rows (vllm#2497).
+"""The most activation rows that are multiplied while decoding; more rows use panels.
+
+Not tuned: published crossovers of such kernels lie between 64 and 128 rows (vllm#2497).
 """
 
 _PROGRAMS = 256
-"""How many programs are wanted at once, about two for each multiprocessor of a large GPU. Unmeasured."""
+"""Target number of concurrent programs: about two per multiprocessor of a large GPU. Not tuned."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_SPLITS = 16
@@ -50,15 +51,15 @@ _QUANTIZED_AT_ONCE = 1024
 
 
 def reason_missing() -> str | None:
-    """Why this machine cannot run the kernels, or None where it can."""
+    """Returns why this machine cannot run the kernels, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None if torch.cuda.is_available() else "this machine has no CUDA device"
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
-    """Why the kernels cannot multiply by a layer, or None where they can."""
-    if type(weight_format) is Gptq:  # a subclass may mean its codes otherwise
+    """Returns why the kernels cannot multiply by a layer, or None."""
+    if type(weight_format) is Gptq:  # a subclass may interpret its codes differently
         return "it does not read gptq's bit planes" if weight_format.is_planar else None
     if type(weight_format) is Fp8:
         return "the layer is cut within a block" if weight_format.block_offset != (0, 0) else None
@@ -68,7 +69,7 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
 def reason_against_scheme(
     weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
 ) -> str | None:
-    """Why `quantized_linear` cannot multiply by a layer under a scheme, or None where it can."""
+    """Returns why `quantized_linear` cannot multiply by a layer under a scheme, or None."""
     if type(weight_format) is not Fp8:
         return f"it does not read {weight_format.name}"
     if scheme.dtype != "e4m3":
@@ -79,7 +80,7 @@ def reason_against_scheme(
 def linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """As `reference.linear`, which takes over for more than `FUSED_ROWS` rows."""
+    """Computes `reference.linear`, and calls it for more than `FUSED_ROWS` rows."""
     rows = activations.reshape(-1, activations.shape[-1])
     if not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1] or rows.dtype not in _DTYPES:
         return reference.linear(activations, tensors, weight_format)
@@ -97,8 +98,9 @@ def quantized_linear(
     weight_format: Format,
     scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """`linear` of activations rounded as `quantize_activations` rounds them; in one kernel where each token
-    or group has a scale.
+    """Computes `linear` of activations rounded as by `quantize_activations`.
+
+    One kernel rounds the activations if each token or group has a scale.
     """
     rows = activations.reshape(-1, activations.shape[-1])
     is_fused = scheme.scale_name is None and scheme.strategy != "tensor"
@@ -115,11 +117,11 @@ def quantize_rows(rows: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.T
 
     Args:
         rows: [tokens, in_features], float32, bfloat16 or float16.
-        scheme: Dynamic, of strategy token or group.
+        scheme: A dynamic scheme of strategy token or group.
 
     Returns:
-        float8_e4m3fn [tokens, in_features] and float32 [tokens, groups], whose products are what
-        `quantize_activations` gives.
+        Codes, float8_e4m3fn [tokens, in_features], and scales, float32 [tokens, groups]. The products of both
+        equal the result of `quantize_activations`.
     """
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (count, in_features), group_size = rows.shape, _group_size(rows, scheme)
@@ -148,7 +150,7 @@ def _group_size(rows: torch.Tensor, scheme: ActivationScheme) -> int:
 
 
 class _Product:
-    """Where the parts of a product go, and how a kernel is launched for it."""
+    """Buffer for the parts of a product, and the launch options of its kernel."""
 
     def __init__(self, rows: torch.Tensor, out_features: int) -> None:
         self.rows, self.out_features = rows, out_features
@@ -166,7 +168,7 @@ class _Product:
         return -(-self.rows.shape[0] // self.block_m), -(-self.out_features // _BLOCK_N), self.splits
 
     def options(self) -> dict[str, Any]:
-        """The types and the sizes of the tiles."""
+        """Returns the dtypes and the tile sizes as keyword arguments of a kernel."""
         own = _triton_dtypes()[self.rows.dtype]
         dot = _triton_dtypes()[torch.float32] if _is_interpreted() else own
         return {
@@ -247,7 +249,7 @@ def _launch_fp8(
 def _sharing(
     weight_format: Fp8, scale: torch.Tensor, out_features: int, in_features: int
 ) -> tuple[int, int, int]:
-    """(outputs, inputs) that share a scale, and how many scales one run of outputs has."""
+    """Returns (outputs, inputs) that share a scale, and the scale stride from such outputs to the next."""
     if weight_format.strategy == "tensor":
         return out_features, in_features, 0
     if weight_format.strategy == "channel":
@@ -261,8 +263,9 @@ def _sharing(
 def _finish(
     product: _Product, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Adds the parts and the bias; a tensor of its own, since code after a layer may write into its
-    output.
+    """Adds the parts and the bias.
+
+    The result is a new tensor, since code after a layer may write into its output.
     """
     shape = (*activations.shape[:-1], product.out_features)
     result = torch.empty(shape, dtype=activations.dtype, device=activations.device)
@@ -289,5 +292,5 @@ def _triton_dtypes() -> dict[torch.dtype, Any]:
 
 
 def _is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as was settled when they were made."""
+    """Returns True if kernels run in Triton's interpreter; fixed when the kernels are defined."""
     return type(_device().gptq_linear).__name__ == "InterpretedFunction"

@@ -153,7 +153,7 @@ def test_a_compiler_that_fails_is_quoted(runs, tmp_path):
 
 def test_a_cache_that_others_may_write_to_is_not_used(runs, tmp_path):
     building.cache_folder().chmod(0o777)
-    with pytest.raises(building.BuildError, match="others may write"):
+    with pytest.raises(building.BuildError, match="other users can write"):
         building.build()
     assert runs() == 0
 
