@@ -1,15 +1,15 @@
-// Columns whose channels' groups are scattered (GPTQ's act-order), with the channels in the order of their
-// groups: a lossless permutation, of activations once and of the words strip by strip, after which a strip is
-// as any other layer. Included by instruction_set.h in the namespace of each instruction set.
+// Sorting of channels by group, for columns with scattered groups (GPTQ's act-order). The permutation is
+// lossless. Activations are permuted once, and words strip by strip. A sorted strip is then multiplied as any
+// other layer. Included by instruction_set.h in the namespace of each instruction set.
 //
-// A word's codes are of different groups, so each channel's codes are brought into a row of bytes of its own,
-// and new words are made of these rows in the groups' order.
+// The codes of a word have different groups. The codes of each channel are therefore unpacked to a row of
+// bytes, and the rows are packed to new words in the order of groups.
 
-const int64_t STRIP_COLUMNS = 4 * W;
+const int64_t STRIP_COLUMNS = 4 * W;  // columns that are sorted together
 static_assert(STRIP_COLUMNS <= MOST_STRIP, "a strip is wider than what threads keep for it");
 
-// The words of a strip's columns as rows of their first bytes, their second ones, and so on; a row's columns
-// are in an order of its own.
+// Splits the words of a strip's columns into a row of their first bytes, a row of their second bytes, and so
+// on. The columns are permuted within each row.
 static HFQ_INLINE void part_bytes(vb *v) {
     HFQ_UNROLL
     for (int round = 0; round < 2; round++) {
@@ -19,23 +19,23 @@ static HFQ_INLINE void part_bytes(vb *v) {
     }
 }
 
-// And back.
+// Inverts part_bytes.
 static HFQ_INLINE void join_bytes(vb *v) {
     const vb a = low_bytes(v[0], v[1]), b = low_bytes(v[2], v[3]), c = high_bytes(v[0], v[1]),
              d = high_bytes(v[2], v[3]);
     v[0] = low_pairs(a, b), v[1] = high_pairs(a, b), v[2] = low_pairs(c, d), v[3] = high_pairs(c, d);
 }
 
-// Codes of `count` columns from n on: a row of bytes for each channel, and of them, in the groups' order,
-// words as the layer has them.
+// Sorts the codes of `count` columns from column n. Writes a row of bytes for each channel to `rows`, and words
+// in the layer's layout, with channels in the order of groups, to `out`.
 template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_t count, char *rows,
                                            char *out, int64_t out_pitch) {
-    const int FIELDS = 8 / BITS;  // codes of a byte
+    const int FIELDS = 8 / BITS;  // codes per byte
     const int64_t words = layer.in_features * BITS / 32, pitch = layer.row_nbytes, ahead = 32;
     const uint32_t mask = BITS == 8 ? ~0u : BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
     const char *from = layer.codes + 4 * n;
     char *to = rows;
-    const char *later = from + ahead * pitch;  // and of the strip that comes after this one its beginning
+    const char *later = from + ahead * pitch;  // near the end, the start of the next strip
     for (int64_t word = 0; word < words; word++, from += pitch, later += pitch) {
         if (word + ahead == words) later = layer.codes + 4 * (n + STRIP_COLUMNS);
         char cut[4 * sizeof(vb)];
@@ -72,15 +72,15 @@ template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_
     }
 }
 
-// Columns that can be sorted together, `wanted` or as many as there is room for.
+// Columns that can be sorted together: `wanted`, or as many as the scratch holds.
 static int64_t strip_columns(const Layer &layer, int64_t wanted) {
     const int64_t room =
         (SORTED_SCRATCH - layer.in_features * STRIP_COLUMNS) / (layer.in_features * layer.bits / 8);
     return least(up(wanted, STRIP_COLUMNS), room / STRIP_COLUMNS * STRIP_COLUMNS);
 }
 
-// The layer with the words of up to strip_columns columns sorted, in what the thread keeps: it has codes for
-// no others.
+// Returns the layer with sorted words of up to strip_columns columns, in the thread's scratch. It has no codes
+// of other columns.
 static Layer sort_strip(const Layer &layer, int64_t n, int64_t count, float *scratch) {
     char *rows = (char *)scratch + TILED_SCRATCH, *words = rows + layer.in_features * STRIP_COLUMNS;
     const int64_t pitch = 4 * up(count, STRIP_COLUMNS);
@@ -92,7 +92,7 @@ static Layer sort_strip(const Layer &layer, int64_t n, int64_t count, float *scr
     return strip;
 }
 
-// Activations in the order of a sorted layer's channels; `row` is room for one.
+// Permutes activations to the order of a sorted layer's channels; `row` has memory for one row.
 static void sort_activations(const Layer &layer, int64_t rows, int64_t stride, float *x, float *row) {
     const int32_t *order = (const int32_t *)layer.index;
     for (int64_t m = 0; m < rows; m++, x += stride) {

@@ -1,8 +1,8 @@
-// What the processor has and the system keeps of a thread, asked of both once: not every compiler's runtime
-// answers
-// __builtin_cpu_supports truly (zig's knows nothing of AVX-512). Included by the sources beside it.
+// Features of the processor, and registers that the system saves per thread, detected once. The compiler's
+// __builtin_cpu_supports is not used, since some runtimes answer wrongly (zig's does not know AVX-512). Included
+// by the other sources in this folder.
 //
-// Places of the bits: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2A, CPUID.
+// Positions of the bits: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2A, CPUID.
 
 #pragma once
 
@@ -14,13 +14,13 @@
 namespace {
 namespace cpu_features {
 
-// What was found; false where the system does not keep the registers.
+// Detected features; false if the system does not save their registers.
 struct Found {
     bool avx2 = false;     // AVX2 with FMA and F16C
-    bool avx512 = false;   // AVX-512's F, BW, DQ and VL
+    bool avx512 = false;   // AVX-512's F, BW, DQ, and VL
     bool vnni = false;     // AVX-512's dot products of bytes
-    bool bfloats = false;  // AVX-512's bfloat16, and bytes looked up (VBMI)
-    bool tiles = false;    // AMX-TILE, AMX-BF16 and AMX-INT8; the system has yet to be asked for their memory
+    bool bfloats = false;  // AVX-512's bfloat16, and byte permutations (VBMI)
+    bool tiles = false;    // AMX-TILE, AMX-BF16, and AMX-INT8; Linux must still grant them (amx_tiles.h)
     bool is_amd = false;   // made by AMD
 };
 

@@ -1,8 +1,8 @@
-// The choice of instruction set and of the form of a product, and its parts. Included by kernels.cpp.
+// Choice of the instruction set and of the form of a product. Included by kernels.cpp.
 
 namespace {
 
-// Whether the processor multiplies bfloat16.
+// True if the processor multiplies bfloat16.
 bool has_short() {
 #if defined(__x86_64__)
     return bfloat16::has_bfloats();
@@ -21,12 +21,12 @@ int detect() {
 #endif
 }
 
-int chosen = -1;
+int chosen = -1;  // level in use: 0 scalar, 1 AVX2, 2 AVX-512; -1 until it is detected
 
 int level() { return chosen < 0 ? chosen = detect() : chosen; }
 
-// Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a
-// hundred times as long.
+// True if products with subnormal floats take no longer than others, as on AMD's processors. On Intel's, they
+// are far slower.
 bool detect_subnormals() {
 #if defined(__x86_64__)
     return cpu_features::found().is_amd;
@@ -35,11 +35,11 @@ bool detect_subnormals() {
 #endif
 }
 
-int subnormals = -1;
+int subnormals = -1;  // 1 if e4m3 codes are read as small floats, 0 if not; -1 until it is detected
 
-int byte_dots = -1;
+int byte_dots = -1;  // 1 if dot products of bytes are used, 0 if not; -1 until it is detected
 
-// Whether activations as integers are multiplied by dot products of bytes.
+// True if dot products of bytes multiply integer activations.
 bool uses_vnni() {
 #if defined(__x86_64__)
     if (byte_dots < 0) byte_dots = vnni::detect();
@@ -49,7 +49,7 @@ bool uses_vnni() {
 #endif
 }
 
-// Whether e4m3 codes are read as small floats: blocks must hold whole vectors.
+// True if e4m3 codes are read as small floats, which requires whole vectors in each block.
 bool has_order(const Layer &layer, int64_t rows) {
     if (subnormals < 0) subnormals = detect_subnormals();
     if (layer.kind != E4M3 || rows > ORDERED_ROWS || !subnormals || level() < 1) return false;
@@ -102,8 +102,8 @@ const Work panel_works[][2] = {
 
 Work linear_work(const Layer &layer) { return linear_works[uses_vnni() ? 3 : level()][has_columns(layer)]; }
 
-// Output rows of a part, all of which share their scales if any do; the more, the fewer times are these
-// multiplied with the activations.
+// Output rows per part. All rows of a part share their scales, if any do. Scales are multiplied with the
+// activations once per part, so longer parts need fewer multiplications.
 int64_t ordered_width(const Layer &layer, int threads) {
     int64_t width = 128;
     while (width > TILE_ROWS && (layer.block_out % width || layer.out_features < 8 * width * threads))
@@ -111,7 +111,7 @@ int64_t ordered_width(const Layer &layer, int threads) {
     return width;
 }
 
-// The activations as the kernels read them, in `scratch`.
+// Prepares the activations for the kernels, in `scratch`.
 MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride,
                    char *y, int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
     int64_t stride = padded_columns(layer);
@@ -129,22 +129,22 @@ MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t r
     const int64_t width = columns   ? tile_columns(layer, rows, threads, integers, along)
                           : ordered ? ordered_width(layer, threads)
                                     : TILE_ROWS;
-    // without VNNI other words take no longer across them
+    // without VNNI, the other kinds read words across cache lines at no cost
     const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());
     const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
     return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype,
             integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
 }
 
-// Whether a layer's channels can be sorted, if its groups are whole.
+// True if a layer's channels can be sorted, provided that its groups have equal sizes.
 bool is_sortable(const Layer &layer) {
     if (level() < 1 || layer.kind != GPTQ || !layer.index_nbytes || layer.bits == 3) return false;
     if (layer.in_features * layer.bits % 32 || layer.block_in * layer.bits % 32) return false;
     return layer.in_features * MOST_STRIP * (8 + layer.bits) / 8 <= SORTED_SCRATCH;
 }
 
-// The channels in the order of their groups; false where a group has not as many as a layer's without an
-// index.
+// Writes the channels in the order of their groups. Returns false if a group has another size than in a layer
+// without an index.
 bool sort_channels(const Layer &layer, int32_t *order) {
     int64_t next[MOST_GROUPS];
     if (layer.groups > MOST_GROUPS) return false;
@@ -157,9 +157,9 @@ bool sort_channels(const Layer &layer, int32_t *order) {
     return true;
 }
 
-// The layers as they are multiplied: with an index of their own, which is checked and never read again, since
-// that on disk can change; and sorted, where they can be and `sorts`. An order is followed by room for a row
-// of activations. -2 for an index that leaves its range, -3 without memory.
+// Replaces layers that have an index by copies with a copied and checked index, since an index on disk can
+// change after the check. With `sorts`, sorts the layers that can be sorted. Memory for a row of activations
+// follows each order. Returns 0, -2 for an index out of range, or -3 if memory ran out.
 int settle(const Layer *&layers, int64_t count, bool sorts = true) {
     int64_t channels = 0;
     for (int64_t i = 0; i < count; i++) channels += layers[i].index_nbytes ? layers[i].in_features : 0;
@@ -185,16 +185,16 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
     return 0;
 }
 
-// Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and
-// among others, which one that is not finite must leave as they are: rows go one by one.
+// True if integers would be multiplied, were all activations finite. With integers, a row's bits do not depend
+// on the other rows. A row that is not finite must not change them, so rows are then computed one by one.
 bool has_faulty_rows(const MatmulArgs &args) {
     return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows);
 }
 
-// Several multiplications whose parts are numbered through.
+// Several multiplications whose parts are numbered consecutively.
 struct Group {
-    const MatmulArgs *args;  // of each multiplication
-    const int64_t *ends;     // number of parts up to the end of each
+    const MatmulArgs *args;  // arguments of each multiplication
+    const int64_t *ends;     // number of parts up to the end of each multiplication
 };
 
 void group_part(const void *context, int64_t part, float *scratch) {
@@ -204,7 +204,7 @@ void group_part(const void *context, int64_t part, float *scratch) {
     linear_work(*group.args[i].layer)(&group.args[i], part - (i ? group.ends[i - 1] : 0), scratch);
 }
 
-int short_forms = 2;  // of products in bfloat16: none, by vectors, by tiles
+int short_forms = 2;  // best form of products in bfloat16: 0 none, 1 by vectors, 2 by tiles
 
 #if defined(__x86_64__)
 bool uses_tiles() {
@@ -212,13 +212,13 @@ bool uses_tiles() {
     return short_forms > 1 && found;
 }
 
-// Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
+// True if dot products of bfloat16 multiply the rows one by one. With tiles, only a single row is.
 bool is_dotted(const Layer &layer, int64_t rows) {
     return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST);
 }
 
-// The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few
-// rows of codes whose unpacking does.
+// The fewest rows that are multiplied in bfloat16. Without tiles, integers are faster for few rows if they take
+// less time to unpack.
 int64_t least_short(const Layer &layer) {
     if (uses_tiles() || !has_integers(layer, 1)) return 2;
     if (!has_columns(layer)) return LIMB_ROWS + 1;
@@ -226,8 +226,8 @@ int64_t least_short(const Layer &layer) {
 }
 #endif
 
-// Whether activations are multiplied in bfloat16, by tiles or vectors: those in it, and of float16 so many
-// rows that two of it for each take no longer than integers.
+// True if activations are multiplied in bfloat16, by tiles or vectors. This holds for bfloat16, and for enough
+// rows of float16: each is the sum of two rows of bfloat16, which for few rows take longer than integers.
 bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (!short_forms || level() < 2 || !has_short() || dtype == F32) return false;
@@ -240,10 +240,10 @@ bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 }
 
 #if defined(__x86_64__)
-// Several jobs whose parts are numbered through.
+// Several jobs whose parts are numbered consecutively.
 struct Jobs {
     const bfloat16::Job *jobs;  // each job
-    const int64_t *ends;        // number of parts up to the end of each
+    const int64_t *ends;        // number of parts up to the end of each job
 };
 
 void job_part(const void *context, int64_t part, float *scratch) {
@@ -257,7 +257,7 @@ void job_part(const void *context, int64_t part, float *scratch) {
     else bfloat16::part(job, first, width, scratch);
 }
 
-// Floats that run_short keeps for layers that it takes together.
+// Floats of scratch that run_short keeps for layers that it multiplies together.
 int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype) {
     int64_t floats = up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
     for (int64_t i = 0; i < count; i++)
@@ -265,7 +265,7 @@ int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, in
     return floats;
 }
 
-// One layer after the other, whose rows follow each other, at once; -3 without memory.
+// Multiplies several layers together, whose rows follow each other. Returns 0, or -3 if memory ran out.
 int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x,
               int64_t x_stride, char *y, int64_t y_stride, int threads) {
     float *scratch = activation_scratch.get(short_floats(layers, rows, count, dtype));
@@ -306,7 +306,7 @@ int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x
                   int64_t y_stride, int threads) {
     const int64_t together = bfloat16::MOST / bfloat16::rows_of(dtype);
     for (int64_t first = 0, count; first < rows; first += count) {
-        const int64_t left = rows - first;  // few rows at the end might be multiplied otherwise
+        const int64_t left = rows - first;  // a short remainder might be multiplied in another form
         count = left > together && left <= together + bfloat16::HALF ? together / 2 : least(together, left);
         const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride,
                                      y + 2 * first * y_stride, y_stride, threads);

@@ -1,15 +1,15 @@
-// Multiplies by packed weights on a CPU, reading the checkpoint's bytes where they lie, at any alignment.
+// Products with quantized weights on a CPU, read from the checkpoint's bytes in place, at any alignment.
 //
-// Plain C ABI, no torch and no Python headers; hfq/kernels/cpp/library.py compiles this file and loads it.
-// It includes instruction_set.h once for each instruction set (scalar, AVX2, AVX-512); the best that the
-// processor has is chosen when it runs.
+// The interface is plain C, without headers of torch or Python; hfq/kernels/cpp/library.py builds and loads it.
+// This file includes instruction_set.h once per instruction set (scalar, AVX2, AVX-512). The best one of the
+// processor is chosen at run time.
 //
-// With -DHFQ_EMULATE every form is compiled for any processor, without its own instructions, so that its
-// logic can be tested there.
+// With -DHFQ_EMULATE, every form is compiled for any processor in plain C++, so that its logic can be tested
+// anywhere.
 //
-// Every output is summed by one thread in an order that depends on the sizes, the number of activation rows
-// and the instruction set alone: never on the number of threads, nor on where the bytes rest. Nothing writes
-// to the weights.
+// One thread sums each output. The order of the sum depends only on the sizes, the number of activation rows,
+// and the instruction set. It does not depend on the number of threads or on the address of the weights.
+// Nothing writes to the weights.
 
 #include <cstdint>
 #include <cstring>
@@ -53,33 +53,33 @@ extern "C" {
 
 int hfq_abi() { return 7; }
 
-// The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or
-// null for our own.
+// Sets the threads to use: GOMP_parallel of the OpenMP runtime of the caller's other products, or null for the
+// threads of this library.
 void hfq_use_team(Team wanted) {
-    // a child of a fork must give the team up, also where nothing was computed before
+    // makes the child of a fork forget the team, even if nothing was computed before
     pthread_once(&pool_once, make_pool);
     team = wanted;
 }
 
-// 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
+// Returns the level of the processor: 0 scalar, 1 AVX2, 2 AVX-512.
 int hfq_detected() { return detect(); }
 
-// Chooses a lower level, for tests; returns the level that runs.
+// Chooses a lower level, for tests; -1 for the best. Returns the level in use.
 int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wanted, detect()); }
 
-// Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for
-// tests; what then holds.
+// Sets whether e4m3 codes are read as small floats: -1 depends on the processor; 0 and 1 are for tests. Returns
+// the setting.
 int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
 
-// Whether activations as integers are multiplied by AVX-512's dot products of bytes, where the processor has
-// them, or not (0), for tests, which changes no bit of a result; what then holds.
+// Sets whether AVX-512's dot products of bytes multiply integer activations if the processor has them: -1 yes;
+// 0 no, for tests. Results are bit-identical. Returns 1 if they are in use.
 int hfq_use_vnni(int wanted) {
     byte_dots = wanted == 0 ? 0 : -1;
     return uses_vnni();
 }
 
-// How activations in bfloat16 are multiplied: in float32 or as integers (0), in bfloat16 by vectors (1), or
-// by tiles (2), where the processor has them; what then holds.
+// Sets the products of bfloat16 activations: 0 in float32 or as integers, 1 in bfloat16 by vectors, 2 by tiles,
+// if the processor has them; -1 for the best. Returns the form in use.
 int hfq_use_short(int wanted) {
     short_forms = wanted < 0 ? 2 : wanted;
 #if defined(__x86_64__)
@@ -90,8 +90,7 @@ int hfq_use_short(int wanted) {
 
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
-// Whether so many rows of a layer's are multiplied in bfloat16 by tiles, or vectors in their place, which
-// take any number of them.
+// Returns 1 if this many rows are multiplied in bfloat16 by tiles or vectors, which support any number of rows.
 int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (settle(layer, 1) != 0) return 0;
@@ -101,7 +100,7 @@ int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #endif
 }
 
-// Floats that hfq_linear keeps for the next call: a function of the activations' size, not of the weight's.
+// Floats of scratch that hfq_linear keeps for the next call. They depend on the activations' size only.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
     if (has_integers(*layer, rows))
@@ -110,21 +109,21 @@ int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     return floats;
 }
 
-// What is packed into one argument: a caller that converts many takes as long as the product by a small
-// layer.
+// The arguments of hfq_linear in one struct: ctypes would convert them one by one, which takes as long as the
+// product with a small layer.
 struct Product {
     int64_t layer;     // address of the Layer
-    int64_t x;         // address of the activations, of which each row is contiguous
+    int64_t x;         // address of the activations; each row is contiguous
     int64_t dtype;     // Dtype of x and y
     int64_t rows;      // rows of activations
-    int64_t x_stride;  // elements from a row of x to the next
+    int64_t x_stride;  // elements from one row of x to the next
     int64_t y;         // address of the results, contiguous
-    int64_t threads;   // the most to use
+    int64_t threads;   // the most threads to use
 };
 
-// y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or by tiles for any number.
-// Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range, -3
-// without memory.
+// Computes y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or any number by tiles.
+// Returns 0, or without computing anything: -1 for an unsupported number of rows, -2 for an index out of range,
+// -3 if memory ran out.
 int hfq_linear(const Product *given) {
     const Layer *layer = (const Layer *)(uintptr_t)given->layer;
     const char *x = (const char *)(uintptr_t)given->x;
@@ -154,7 +153,7 @@ int hfq_linear(const Product *given) {
     return 0;
 }
 
-// Floats that hfq_grouped keeps for layers that it takes together.
+// Floats of scratch that hfq_grouped keeps for layers that it multiplies together.
 int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
     int64_t floats = 0;
     for (int64_t i = 0; i < count; i++)
@@ -162,9 +161,9 @@ int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t co
     return floats;
 }
 
-// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same,
-// and all at once, or as many at once as GROUPED_FLOATS of activations allow. -4 where rows would go one by
-// one: those are for hfq_linear.
+// Computes hfq_linear for `count` layers, whose rows follow each other in x and y; results are bit-identical.
+// Layers are multiplied together, as many as GROUPED_FLOATS of activations allow. Returns as hfq_linear, or -4
+// if rows must be computed one by one, which only hfq_linear does.
 int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype,
                 int64_t x_stride, char *y, int32_t y_dtype, int64_t y_stride, int threads) {
     for (int64_t i = 0; i < count; i++)
@@ -217,8 +216,8 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
     return 0;
 }
 
-// Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features,
-// count]; float32 or bfloat16. Not 0 where nothing was computed, as hfq_linear.
+// Dequantizes output rows [start, start + count) to float32 or bfloat16 [count, in_features], or, for GPTQ and
+// AWQ, [in_features, count]. Returns as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     if (const int status = settle(layer, 1, false)) return status;
     if (!own_scratch.get(own_floats(false))) return -3;

@@ -1,4 +1,4 @@
-// A packed layer, one multiplication by it, and how the fields of both are read.
+// A quantized layer, one multiplication by it, and access to the fields of both.
 
 #pragma once
 
@@ -9,83 +9,84 @@ namespace {
 
 // How a layer's codes are stored.
 enum Kind {
-    E4M3 = 0,     // floats of 8 bits in rows: 4 bits of exponent, 3 of mantissa
-    E5M2 = 1,     // floats of 8 bits in rows: 5 bits of exponent, 2 of mantissa
-    NIBBLES = 2,  // rows of two codes a byte
-    INT8 = 3,     // signed bytes in rows
-    QUADS = 4,    // AWQ's gemv_fast: four rows share a word of 16 bits
-    GPTQ = 5,     // columns: bit streams along the input channels
+    E4M3 = 0,     // rows of 8-bit floats: 4 bits of exponent, 3 of mantissa
+    E5M2 = 1,     // rows of 8-bit floats: 5 bits of exponent, 2 of mantissa
+    NIBBLES = 2,  // rows of 4-bit codes, two per byte
+    INT8 = 3,     // rows of signed bytes
+    QUADS = 4,    // AWQ's gemv_fast: four rows share each 16-bit word
+    GPTQ = 5,     // columns: bit-packed along the input channels
     AWQ = 6,      // columns: words of eight columns for each input channel
 };
-// Types of scales, activations, results and added zero points.
+// Dtypes of scales, activations, results, and added zero points.
 enum Dtype {
     F32 = 0,          // float32
     BF16 = 1,         // bfloat16
     F16 = 2,          // float16
-    E8M0 = 3,         // scales alone: the exponent of a power of two in a byte
-    E4M3_SCALED = 4,  // scales alone: E4M3 codes times or divided by `shared`
-    NESTED = 5,       // scales alone: codes with scales of their own
+    E8M0 = 3,         // scales only: one byte, the exponent of a power of two
+    E4M3_SCALED = 4,  // scales only: E4M3 codes, multiplied or divided by `shared`
+    NESTED = 5,       // scales only: codes that have scales themselves
 };
-// What is added to a stored zero point of columns.
+// Offset of the stored zero points of columns.
 enum ZeroReading {
     STORED = 0,           // nothing
-    FIELD_PLUS_ONE = 1,   // 1 after the field was cut out; the result may need a bit more
-    MASKED_PLUS_ONE = 2,  // the same, within the field's bits
-    WORD_PLUS_ONE = 3,    // 1 to each field of the whole word, with carries
+    FIELD_PLUS_ONE = 1,   // 1, added to the extracted field; the result may need one more bit
+    MASKED_PLUS_ONE = 2,  // 1, added to the extracted field, modulo its bits
+    WORD_PLUS_ONE = 3,    // 1, added to each field of the whole word, with carries
 };
-// How the zero points of rows are stored.
+// Storage of the zero points of rows.
 enum RowZeros {
-    NONE = 0,          // there are none
-    GROUP_WORDS = 1,   // nibbles along the groups, `zero_words` words a row
-    OUTPUT_WORDS = 2,  // nibbles less 8 along the outputs, [outputs / 8, groups] words
-    BYTES = 3,         // signed bytes that lie as the scales do
-    ADDED = 4,         // floats that lie as the scales do and are added to the products
+    NONE = 0,          // no zero points
+    GROUP_WORDS = 1,   // nibbles along the groups, `zero_words` words per row
+    OUTPUT_WORDS = 2,  // nibbles along the outputs, minus 8: words [outputs / 8, groups]
+    BYTES = 3,         // signed bytes in the layout of the scales
+    ADDED = 4,         // floats in the layout of the scales, added to the products
 };
 
-// One packed layer; hfq/kernels/cpp/layers.py fills it in.
+// One quantized layer; hfq/kernels/cpp/layers.py sets the fields.
 //
-// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at
-// n / block_out * scale_stride + g * scale_step with g = index[k] or, without an index, k / block_in. QUADS:
-// W[n, k] = code * scale + zero. Scales that are E4M3 codes are multiplied by `shared`, or divided by it.
-// NESTED ones are codes themselves: nested_values[code] * nested_scales[place / nested_size] + shared.
+// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale. The place of scale and zero is
+// n / block_out * scale_stride + g * scale_step. The group g is index[k], or k / block_in without an index.
+// QUADS: W[n, k] = code * scale + zero.
+// E4M3_SCALED: scales are E4M3 codes, multiplied or divided by `shared`.
+// NESTED: scales are nested_values[code] * nested_scales[place / nested_size] + shared.
 //
-// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). AWQ: the same; row k of the codes, and row g of the
-// zero points, are words of eight columns each. With an `index` but no `index_nbytes` the layer is sorted
+// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). AWQ: the same formula. Row k of its codes, and row g of
+// its zero points, are words of eight columns each. A layer with `index` but with index_nbytes of 0 is sorted
 // (act_order.h).
 struct Layer {
     const char *codes;          // address of the codes, at any alignment
     const char *scales;         // address of the scales, of `scale_dtype`
-    const char *zeros;          // address of the zero points; null where there are none
-    const char *index;          // group of each input channel, or if sorted int32 channels by group; or null
-    const char *values;         // NIBBLES: address of the 16 floats that codes stand for
-    const char *integers;       // NIBBLES: address of 16 bytes, value / unit + offset; null if no integers
-    const char *nested_scales;  // NESTED: address of a float32 for each `nested_size` scales
-    const char *nested_values;  // NESTED: address of the 256 float32 that scales' codes stand for
+    const char *zeros;          // address of the zero points, or null
+    const char *index;          // group of each channel; if sorted, int32 channels in group order; or null
+    const char *values;         // NIBBLES: address of the float32 values of the 16 codes
+    const char *integers;       // NIBBLES: address of 16 bytes, value / unit + offset; null if not integers
+    const char *nested_scales;  // NESTED: address of a float32 scale per `nested_size` scales
+    const char *nested_values;  // NESTED: address of the float32 values of the 256 scale codes
     int64_t in_features;        // input channels
     int64_t out_features;       // outputs
     int64_t block_out;          // outputs that share a scale
-    int64_t block_in;           // input channels of a group
-    int64_t scale_stride;       // scales from a block of outputs to the next
-    int64_t scale_step;         // scales from a group to the next
-    int64_t nested_size;        // NESTED: scales that share a scale
+    int64_t block_in;           // input channels that share a scale (a group)
+    int64_t scale_stride;       // scales from one block of outputs to the next
+    int64_t scale_step;         // scales from one group to the next
+    int64_t nested_size;        // NESTED: scales that share a nested scale
     int64_t groups;             // groups of input channels
     int64_t zero_words;         // 32-bit words of packed zero points per output row, or of columns per group
-    int64_t row_nbytes;         // bytes from a row of codes, or of words, to the next
-    float shared;               // factor of INT8's values or E4M3_SCALED scales; term added to NESTED scales
-    float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 with zero points
+    int64_t row_nbytes;         // bytes from one row of codes, or of words, to the next
+    float shared;               // factor of INT8 codes or E4M3_SCALED scales; added to NESTED scales
+    float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 if zero points
     int32_t kind;               // Kind
-    int32_t bits;               // bits per code of columns
+    int32_t bits;               // bits per code; of columns only
     int32_t scale_dtype;        // Dtype of the scales
-    int32_t divides;            // 1 where codes or scales are divided by their factor and not multiplied
-    int32_t zero_reading;       // ZeroReading of columns
-    int32_t index_nbytes;       // bytes per entry of `index`, 4 or 8; 0 without it and of a sorted layer
-    int32_t row_zeros;          // RowZeros
+    int32_t divides;            // 1: codes or scales are divided by their factor; 0: multiplied
+    int32_t zero_reading;       // ZeroReading; of columns only
+    int32_t index_nbytes;       // bytes per entry of `index`, 4 or 8; 0 without it and if sorted
+    int32_t row_zeros;          // RowZeros; of rows only
     int32_t zero_dtype;         // ADDED: Dtype of the zero points
-    int32_t high_first;         // NIBBLES: 1 where a byte's higher half is the first code, else 0
-    int32_t offset;             // NIBBLES with `integers`: what was added to them; 15 with zero points
+    int32_t high_first;         // NIBBLES: 1 if the higher half of a byte is the first code, else 0
+    int32_t offset;             // NIBBLES with `integers`: offset added to them; 15 if zero points
 };
 
-// A layer's outputs in numbered parts of `width`: the first begins at 0, and the last takes what is left.
+// A layer's outputs in numbered parts of `width`. The first begins at 0; the last has the remaining outputs.
 struct OutputParts {
     int64_t total;  // outputs of the layer
     int64_t begin;  // output at which the first part would begin, 0 or less
@@ -102,14 +103,14 @@ struct MatmulArgs {
     const Layer *layer;     // right factor
     const float *x32;       // activations, float32 [rows, stride], zero beyond in_features
     int64_t rows;           // rows of activations
-    int64_t stride;         // floats from a row of `x32` to the next
-    OutputParts outputs;    // how outputs are shared out among threads
+    int64_t stride;         // floats from one row of `x32` to the next
+    OutputParts outputs;    // parts that threads compute
     char *y;                // address of the results, [rows, out_features] of `y_dtype`
-    int64_t y_stride;       // elements from a row of `y` to the next
+    int64_t y_stride;       // elements from one row of `y` to the next
     int32_t y_dtype;        // Dtype of `y`
-    const char *limbs;      // activations as integers, LIMBS bytes each; null where they are floats
-    const float *units;     // value of 1 in `limbs`, for each span of each row
-    const int32_t *totals;  // sums of limbs, totals(layer) for each row
+    const char *limbs;      // activations as integers, LIMBS bytes each; null if they are floats
+    const float *units;     // value of 1 in `limbs`, float32 [rows, spans]
+    const int32_t *totals;  // sums of limbs, totals(layer) per row
     const float *ordered;   // activations for subnormals.h, float32, then two factors per row; or null
 };
 
@@ -119,34 +120,34 @@ struct MatmulArgs {
 #define HFQ_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// Inlined into the code of each instruction set: a call to a function that was compiled for another one,
-// while the wide registers are in use, costs more than what it computes.
+// Inlines a function into the code of each instruction set. Calling a function that was compiled for another
+// instruction set while wide registers are in use costs more than its computation.
 #define HFQ_INLINE inline __attribute__((always_inline))
 
-const int64_t MOST_ROWS = 64;        // of activations in one call
-const int64_t SCRATCH = 96 * 1024;   // floats that each thread keeps
-// of activations as the kernels read them, of layers that are taken together
+const int64_t MOST_ROWS = 64;        // activation rows per call
+const int64_t SCRATCH = 96 * 1024;   // floats of scratch per thread
+// floats of prepared activations of the layers that hfq_grouped multiplies together
 const int64_t GROUPED_FLOATS = 2 << 20;
-const int64_t STEP = 256;            // input channels of a tile of decoded weights
-const int64_t TILE_ROWS = 16;        // output rows of such a tile
+const int64_t STEP = 256;            // input channels per tile of decoded weights
+const int64_t TILE_ROWS = 16;        // output rows per tile of decoded weights
 const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
-const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
-const int64_t CHUNK = 32;            // input channels of a column whose codes are unpacked together
-const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
-const int64_t LIMBS = 3;             // bytes of an activation as an integer
+const int64_t PANEL_ROWS = 4;        // output rows per part of a panel
+const int64_t CHUNK = 32;            // input channels of a column that are unpacked together
+const int64_t SPAN = 128;            // input channels whose integer activations share one unit
+const int64_t LIMBS = 3;             // bytes per integer activation
 // the most activation rows for which rows of codes are multiplied as integers
 const int64_t LIMB_ROWS = 8;
-const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of a multiple of 128
-// and where they are read along rows of words (vnni.h), of which three floats each are kept
+const int64_t MOST_COLUMNS = 2048;   // output columns per part for one activation row; a multiple of 128
+// the same if codes are read along rows of words (vnni.h), with three floats of scratch per column
 const int64_t LONG_COLUMNS = 16384;
-const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
+const int64_t AHEAD = 4096;          // bytes from the codes being read to those prefetched: one page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
-// bytes that each thread keeps in place of SCRATCH floats, where there are tiles (bfloat16.h)
+// bytes of scratch per thread for products in bfloat16 (bfloat16.h), in place of SCRATCH floats
 const int64_t TILED_SCRATCH = 688 << 10;
-// and after those, once there was a sorted layer: for a strip of up to MOST_STRIP columns, or of more
+// more bytes of scratch per thread, after the first sorted layer: for strips of MOST_STRIP columns or more
 const int64_t SORTED_SCRATCH = 3 << 20;
-const int64_t MOST_STRIP = 64;
-const int64_t MOST_GROUPS = 1024;
+const int64_t MOST_STRIP = 64;     // columns of a strip that always fit into SORTED_SCRATCH
+const int64_t MOST_GROUPS = 1024;  // groups per layer
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
@@ -213,7 +214,7 @@ HFQ_INLINE int64_t scale_place(const Layer &layer, int64_t n, int64_t group) {
     return n / layer.block_out * layer.scale_stride + group * layer.scale_step;
 }
 
-// What is taken off the codes of a row's group, or ADDED to their products with its scale.
+// Zero point of a row's group: subtracted from codes, or, if ADDED, added to the products with the scale.
 HFQ_INLINE float row_zero(const Layer &layer, int64_t n, int64_t group) {
     switch (layer.row_zeros) {
         case GROUP_WORDS:
@@ -237,7 +238,7 @@ HFQ_INLINE uint32_t word_ones(int bits) {
     return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u;
 }
 
-// The nibble of a column among the eight of its word.
+// Position of a column's nibble among the eight of its word.
 HFQ_INLINE int awq_place(int column) { return column / 2 + column % 2 * 4; }
 
 HFQ_INLINE float zero_at(const Layer &layer, int64_t group, int64_t n) {
@@ -261,15 +262,15 @@ HFQ_INLINE void put(const MatmulArgs &args, int64_t m, int64_t n, float value) {
     memcpy(row, &half, 2);
 }
 
-// Whether neighbouring codes in memory belong to neighbouring outputs.
+// True if neighboring codes in memory belong to neighboring outputs.
 HFQ_INLINE bool has_columns(const Layer &layer) { return layer.kind >= GPTQ; }
 
-// Whether a group's scale cannot be taken out of the sum: groups are scattered, or end within a word.
+// True if a group's sum cannot be scaled as a whole: groups are scattered, or end within a word.
 HFQ_INLINE bool is_scattered(const Layer &layer) {
     return layer.index_nbytes || (layer.kind == GPTQ && layer.block_in * layer.bits % 32);
 }
 
-// Whether a layer's channels come in the order of their groups, which is not the one that they lie in.
+// True if the layer's channels are sorted by group, which differs from their order in memory.
 HFQ_INLINE bool is_sorted(const Layer &layer) {
     return layer.kind == GPTQ && layer.index && !layer.index_nbytes;
 }
@@ -280,18 +281,17 @@ HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
     return false;
 }
 
-// Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of
-// the cache.
+// Floats per row of activations. The 16 extra floats keep rows of a power of two off the same cache sets.
 HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
-// Columns are multiplied by activations in passes of 1, PASS / 2 or PASS rows.
+// Rows of activations, padded: products with columns compute 1, PASS / 2, or PASS rows together.
 HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
     int64_t rest = rows % PASS;
     if (!has_columns(layer) || rest <= 1) return rows;
     return rows - rest + (rest <= PASS / 2 ? PASS / 2 : PASS);
 }
 
-// Whether the codes are integers, and a group's scale can be taken out of the sum.
+// True if codes are integers and a group's sum can be scaled as a whole.
 HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
     if (has_columns(layer)) return !is_scattered(layer);
     if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 ||
@@ -307,12 +307,12 @@ HFQ_INLINE int64_t up(int64_t value, int64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// Of one activation row as integers: bytes of limbs, spans with a unit of their own, and totals.
+// Sizes of one row of integer activations: bytes of limbs, spans (each with its own unit), and totals.
 HFQ_INLINE int64_t group_chunks(const Layer &layer) {
     return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK;
 }
 HFQ_INLINE int64_t group_spans(const Layer &layer) { return up(group_chunks(layer) * CHUNK, SPAN) / SPAN; }
-// and some, so that rows do not fall onto the same lines of the cache
+// the 192 extra bytes keep rows off the same cache sets
 HFQ_INLINE int64_t limbs_nbytes(const Layer &layer) {
     return LIMBS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK
                                        : up(layer.in_features, SPAN)) +
@@ -325,54 +325,54 @@ HFQ_INLINE int64_t totals(const Layer &layer) {
     return 2 * (has_columns(layer) ? spans(layer) : up(layer.in_features, SPAN) / 8);
 }
 
-// Activations in the order that e4m3 codes are read in, where they are read as small floats.
+// Floats per row of activations in the order of e4m3 codes that are read as small floats.
 HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_features, 64) + 16; }
 
-// Output columns that one part of a multiplication by columns covers.
+// Output columns per part of a product with columns.
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers, bool along) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
-    // AWQ's blocks are of one line in 128 rows
+    // a block of AWQ's words is one cache line wide and 128 rows high
     const int64_t along_rows = layer.kind == AWQ ? 2 * MOST_COLUMNS : LONG_COLUMNS;
     const int64_t widest = rows > 1 ? 256
                            : along  ? along_rows
                                     : MOST_COLUMNS,
                   parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
-    return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
+    return most(128, up((layer.out_features + parts - 1) / parts, 128));  // the same number for each thread
 }
 
-// Columns from where a line of the cache begins to the word of column n, in each row of words; files align
-// tensors to 8 bytes.
+// Columns from the start of a cache line to the word of column n, in each row of words. It is not always 0,
+// since files align tensors to 8 bytes only.
 HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
     const int64_t nbytes =
         (int64_t)((uintptr_t)layer.codes + (uintptr_t)(layer.kind == AWQ ? n / 2 : 4 * n)) & 63;
     return layer.row_nbytes % 64 || nbytes % 4 ? 0 : nbytes / 4 * (layer.kind == AWQ ? 8 : 1);
 }
 
-// Parts of `width` outputs. By lines, the first part is shorter and the last as much longer, so that the
-// others begin with a line of the cache; not where threads have so few columns each that one would be long at
-// what its part has more.
+// Divides the outputs into parts of `width`. With `by_lines`, the first part is shorter and the last is longer
+// by as much, so that the others begin with a cache line. If each thread has few columns, parts stay even: one
+// thread would take noticeably longer for its longer part.
 HFQ_INLINE OutputParts cut_outputs(const Layer &layer, int64_t width, int threads = 1,
                                    bool by_lines = false) {
-    const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns
+    const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns read together
     const bool is_even = threads <= 1 || layer.out_features >= 16 * together * threads;
     return {layer.out_features, by_lines && is_even ? -after_line(layer, 0) : 0, width,
             (layer.out_features + width - 1) / width};
 }
 
-// Columns from where a line begins to the n-th, with which a part or strip begins; they are nobody's.
+// Columns from the start of a cache line to column n, where a part or strip begins. They are not computed.
 HFQ_INLINE int64_t skipped_before(const Layer &layer, const OutputParts &outputs, int64_t n) {
     return outputs.begin ? after_line(layer, n) : 0;
 }
 
-// Output columns of a part of a panel.
+// Output columns per part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
 
-// Dequantized outputs [start, start + count) of a layer.
+// Outputs [start, start + count) of a layer, to be dequantized.
 struct Panel {
-    const Layer *layer;  // what is dequantized
+    const Layer *layer;  // layer to dequantize
     int64_t start;       // first output
     int64_t count;       // outputs
-    char *out;           // address of the weights: [count, in_features], or of columns [in_features, count]
+    char *out;           // address of the result: [count, in_features]; of columns [in_features, count]
     int32_t dtype;       // Dtype of `out`, F32 or BF16
 };
 

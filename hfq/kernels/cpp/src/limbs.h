@@ -1,27 +1,26 @@
-// Activations as integers. Included by instruction_set.h in the
-// namespace of each instruction set.
+// Activations as integers. Included by instruction_set.h in the namespace of each instruction set.
 //
-// Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of
-// three limbs of eight bits, each with a sign. Products with codes of up to eight bits, their sums and a zero
-// point times the sum of the activations are integers then, and exact; what is rounded is each activation, by
-// half a unit, and a span's sum, once. bfloat16 has eight significant bits: of most activations in it the
-// lowest limb is zero, and columns leave out the products of those.
+// Up to SPAN activations share a unit of 2**-22 of the largest magnitude, or slightly more. Each activation is
+// an integer of three limbs, signed bytes. Products with codes of up to eight bits, their sums, and a zero
+// point times the sum of activations are then exact integers. Two things are rounded: each activation, by at
+// most half a unit, and each span's sum, once. bfloat16 has eight significant bits, so the lowest limb of most
+// bfloat16 activations is zero, and columns skip the products of such limbs.
 
 // Up to SPAN floats as integers, zero from `count` on.
 struct Integers {
-    int32_t values[SPAN];   // 65536 * high + what the two lower bytes of `limbs` are, with signs
+    int32_t values[SPAN];   // each activation divided by `unit`, rounded
     int32_t highs[SPAN];    // highest limb of each value
-    uint32_t limbs[SPAN];   // three limbs of each value, a signed byte each, in the lower bytes
-    float unit;             // float that an integer of 1 stands for
+    uint32_t limbs[SPAN];   // three limbs of each value, signed bytes; the highest byte is unused
+    float unit;             // float value of an integer 1
 };
 static void to_integers(const float *x, int64_t count, Integers &out) {
     float padded[SPAN];
     if (count < SPAN)
         __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count), x = padded;
     uint32_t bits = largest_bits(x, SPAN);
-    // the largest is below 127.5 * 2**16
+    // the largest integer is below 127.5 * 2**16
     int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);
-    if (power > 140) power = 140;  // the unit, times that of the codes, is a float still
+    if (power > 140) power = 140;  // keeps the unit times the codes' unit in the range of floats
     const vf factor = all(as_float((uint32_t)(127 + power / 2) << 23)),
              other = all(as_float((uint32_t)(127 + power - power / 2) << 23));
     for (int64_t k = 0; k < SPAN; k += W) {
@@ -33,8 +32,8 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
     out.unit = as_float(power > 126 ? 1u << (149 - power) : (uint32_t)(127 - power) << 23);
 }
 
-// The three limbs of 32 integers, the highest first: of each four bytes that follow each other, the ones from
-// `order` on, eight apart.
+// Writes the three limbs of 32 integers, the highest limbs first, `apart` bytes from one limb to the next. Each
+// four consecutive bytes are the limbs of four integers that are eight entries of `order` apart.
 typedef uint32_t Eight __attribute__((vector_size(32)));
 static HFQ_INLINE void put_limbs(const uint32_t *limbs, const uint8_t *order, char *to, int64_t apart) {
     uint32_t found[32];
@@ -47,7 +46,7 @@ static HFQ_INLINE void put_limbs(const uint32_t *limbs, const uint8_t *order, ch
               (a >> shift & 255u) | (b >> shift & 255u) << 8 | (c >> shift & 255u) << 16 | d >> shift << 24);
 }
 
-// The sums of the highest limbs, and of what the lower ones make.
+// Sums the highest limbs, and the values of the two lower limbs.
 static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, int32_t &high, int32_t &low) {
     int32_t sum = high = 0;
     if (count % W == 0) {
@@ -61,8 +60,8 @@ static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, 
     low = sum - 65536 * high;
 }
 
-// Where the code of a column is among the 32 that are unpacked together: in which of eight vectors, four
-// codes to a lane.
+// Position of code k of a column among 32 that are unpacked together: the vector, of eight, and the byte. A
+// lane has four codes.
 static HFQ_INLINE int vector_of(const Layer &layer, int k) {
     if (layer.kind == AWQ || layer.bits == 8) return k / 4;
     return layer.bits == 4 ? k / 8 * 2 + k % 2 : layer.bits == 2 ? k / 16 * 4 + k % 4 : k % 8;
@@ -72,7 +71,7 @@ static HFQ_INLINE int byte_of(const Layer &layer, int k) {
     return layer.bits == 4 ? k % 8 / 2 : layer.bits == 2 ? k % 16 / 4 : k / 8;
 }
 
-// By chunk: [limb][vector][byte]; totals of a span: of the highest limbs, and of the two others.
+// Limbs per chunk: [limb][vector][byte]. Totals per span: the sums of the highest limbs, and of the two others.
 static void count_columns(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
     int64_t size = layer.in_features;
     uint8_t order[CHUNK];
@@ -93,10 +92,10 @@ static void count_columns(const Layer &layer, const float *x, char *limbs, float
     }
 }
 
-// By 8 * W codes: [limb][the first or second code of a byte][bytes]; totals of the highest limbs, and of the
-// two others, for each eight codes, times what takes the codes' offset off a sum.
+// Limbs per 8 * W codes: [limb][first or second code of a byte][bytes]. Totals per eight codes: the sums of the
+// highest limbs, and of the two others, times -offset, which removes the codes' offset from a sum.
 static void count_rows(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
-    uint8_t order[2][32];  // of 64 codes
+    uint8_t order[2][32];  // order of 64 codes
     for (int i = 0; i < 64; i++)
         order[i / 32][i % 32] = (uint8_t)(2 * (i % 8 * 4 + i % 32 / 8) + (i / 32 != (layer.high_first != 0)));
     for (int64_t k = 0; k < up(layer.in_features, SPAN); k += SPAN, units++) {

@@ -2,7 +2,7 @@
 // namespace of each instruction set.
 
 #if HFQ_ISA == 2
-const int W = 16;
+const int W = 16;  // 32-bit lanes per vector
 #else
 const int W = 8;
 #endif
@@ -27,9 +27,11 @@ template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy
 static HFQ_INLINE vf all(float value) { return value - (vf){}; }
 static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
-// W int8 as floats; W bytes without a sign as integers; fma; W float16; sums of two products of a byte
-// without and one with a sign; of two products of int16; 16 bytes by their place in each 128 bits; W floats
-// by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
+// from_int8: W signed bytes as floats. from_bytes: W unsigned bytes as integers. from_half: W float16 as floats.
+// dot_bytes: sums of two products, each of an unsigned and a signed byte. dot_shorts: sums of two products of
+// int16. pick_bytes: bytes of a table by their place in each 128 bits. pick_floats: floats of a table by place.
+// low_bytes, high_bytes, low_pairs, high_pairs: interleave the bytes, or pairs of bytes, of two vectors, from
+// the low or the high half of each 128 bits.
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
 static HFQ_INLINE vf from_int8(const char *p) {
     return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
@@ -103,7 +105,7 @@ static inline vf pick_floats(vf table, vi places) {
     for (int i = 0; i < W; i++) out[i] = table[places[i]];
     return out;
 }
-static inline vb in_turns(vb a, vb b, int size, int first) {  // of 16 bytes, those from `first` on
+static inline vb in_turns(vb a, vb b, int size, int first) {  // interleaves bytes from `first` on, of each 16
     vb out;
     for (int i = 0; i < 4 * W; i++) {
         int unit = i % 16 / size, from = i / 16 * 16 + first + unit / 2 * size + i % size;
@@ -117,22 +119,22 @@ static inline vb low_pairs(vb a, vb b) { return in_turns(a, b, 2, 0); }
 static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 #endif
 
-// What the compiler must have in a register here: it would make all terms of a sum first, which registers do
-// not hold, or load a word again for each use.
+// Keeps a value in a register at this point. The compiler would otherwise compute all terms of a sum first,
+// more than the registers hold, or load a word again for each use.
 template <class V> static HFQ_INLINE void keep_here(V &value) {
 #if HFQ_ISA != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
     __asm__("" : "+v"(value));
 #endif
 }
 
-// The same of a place in memory, which is gone to from the last: the compiler would keep one for each step.
+// Stops the compiler from precomputing one address per unrolled step.
 static HFQ_INLINE void keep_place(const char *&place) {
 #if HFQ_ISA != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
     __asm__("" : "+r"(place));
 #endif
 }
 
-// What the sums of the highest limbs, and of the two others, stand for.
+// Combines the sums of the highest limbs, and of the two others, to floats.
 static HFQ_INLINE vf of_limbs(vi high, vi low) {
     return fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));
 }
@@ -152,7 +154,7 @@ static HFQ_INLINE float sum_of(vf v) {
 #endif
 }
 
-// The largest magnitude, as bits: 0x7F800000 or more where one is not finite.
+// Returns the bits of the largest magnitude: 0x7F800000 or more if a value is not finite.
 static uint32_t largest_bits(const float *x, int64_t count) {
     vu largest = {};
     uint32_t found = 0;
@@ -166,8 +168,8 @@ static uint32_t largest_bits(const float *x, int64_t count) {
     return found;
 }
 
-// The activations as floats, padded with zeros to `stride` channels and `padded` rows; returns whether all
-// are finite.
+// Converts activations to floats, padded with zeros to `stride` channels and padded_rows rows. Returns true if
+// all are finite.
 static bool widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride,
                   int64_t stride, float *out) {
     int64_t size = layer.in_features, padded = padded_rows(layer, rows);

@@ -1,12 +1,11 @@
-// Rows of e4m3 codes as small floats. Included by instruction_set.h in the
-// namespace of each instruction set.
+// Rows of e4m3 codes as small floats. Included by instruction_set.h in the namespace of each instruction set.
 //
-// A code's bits, moved to where a float has its sign, exponent and mantissa, are the code's value times
-// 2**-120, subnormal or not. Nine instructions make 4 * W floats of them, if activations come in the order of
-// the bytes of W words, and so much larger.
+// The bits of a code, moved to the sign, exponent, and mantissa of a float, are the code's value times 2**-120,
+// also for subnormal codes. Nine instructions convert 4 * W codes. They require activations in the order of the
+// bytes of W words, and scaled up by a power of two.
 
-// [row][4 * W codes][byte of a word][word]; the largest of a row becomes 2**112. After all rows, what takes
-// that off again, as two factors.
+// Writes activations as [row][4 * W codes][byte of a word][word], scaled so that a row's largest magnitude is
+// about 2**112. After all rows, writes two factors per row that undo the scaling and the 2**-120 of the codes.
 static void order_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride,
                               float *out) {
     int64_t size = layer.in_features, wide = ordered_columns(layer);
@@ -26,13 +25,13 @@ static void order_activations(const Layer &layer, const float *x32, int64_t rows
     }
 }
 
-const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
-// activations of one row that it holds beside the codes; more are read once for two output rows
+const int64_t ORDERED_STEP = 4096;  // activations of several rows that fit into the first-level cache
+// activations of one row that fit into it next to the codes; longer rows are read once for two output rows
 const int64_t ORDERED_ALONE = 6144;
-// the most channels that are summed by themselves: the longer a sum, the more is lost by rounding it
+// the most channels per partial sum, since rounding errors grow with the length of a sum
 const int64_t ORDERED_PIECE = 8192;
 
-// 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
+// Multiplies 4 * W codes by the activations of ROWS rows. `worst` collects the largest code magnitudes.
 template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *codes, const float *x,
                                                                 int64_t wide, vf (*sum)[ROWS], vb &worst) {
     const vu words = load<vu>(codes), odd = (vu)((vs)words >> 4), even = (vu)((vs)((vs)words << 8) >> 4),
@@ -49,8 +48,8 @@ template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *code
     worst = rest > worst ? rest : worst;
 }
 
-// total[r][m] += the products of channels [k, stop) of OUT output rows, with ROWS activation rows; SCALED
-// ones have their scales in them.
+// Adds the products of channels [k, stop) of OUT output rows and ROWS activation rows to total[r][m]. With
+// SCALED, the activations already contain the scales.
 template <int ROWS, int OUT, bool SCALED>
 static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, int64_t lead,
                                     const float *x, vf (*total)[ROWS], vb *worst) {
@@ -95,13 +94,13 @@ static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, in
     for (int r = 0; r < OUT; r++) worst[r] = found[r];
 }
 
-// Whether all rows of a tile share their scales, which are then multiplied with the activations.
+// True if all rows of a tile share their scales, which are then multiplied with the activations.
 static bool shares_scales(const Layer &layer, int64_t rows) {
     return layer.block_out % TILE_ROWS == 0 && layer.block_in < layer.in_features &&
            rows * ordered_columns(layer) <= SCRATCH;
 }
 
-// Activations times the scales of a tile, which are brought to below 2; returns what is left of them.
+// Multiplies activations by the scales of a tile, normalized to below 2. Returns the remaining factor.
 static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const float *x, float *out) {
     const int64_t first = scale_place(layer, n, 0),
                   segments = (layer.in_features + layer.block_in - 1) / layer.block_in;
@@ -130,7 +129,7 @@ template <int ROWS, int OUT, bool SCALED> static void ordered_tile(const MatmulA
                                                                    float unit) {
     const Layer &layer = *args.layer;
     const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP / ROWS / 64 * 64;
-    const int64_t lead = up(AHEAD, OUT * layer.row_nbytes);  // the same channels of a later row
+    const int64_t lead = up(AHEAD, OUT * layer.row_nbytes);  // prefetches the same channels of a later row
     const float *factors = args.ordered + args.rows * ordered_columns(layer) + 2 * row;
     vf total[TILE_ROWS][ROWS] = {};
     vb worst[TILE_ROWS] = {};
@@ -152,7 +151,7 @@ template <int ROWS, int OUT, bool SCALED> static void ordered_tile(const MatmulA
     }
 }
 
-// The output rows [n, stop) of a part, which share their scales or have their own.
+// Multiplies output rows [n, stop) of a part, which share their scales or have their own.
 template <int ROWS, int OUT>
 static void ordered_pass(const MatmulArgs &args, int64_t row, int64_t n, int64_t stop, float *scratch) {
     const Layer &layer = *args.layer;

@@ -1,4 +1,4 @@
-// What the library keeps of each thread, and the threads that work is run on.
+// Scratch memory of each thread, and the threads that run parts of a product.
 
 #pragma once
 
@@ -12,19 +12,19 @@
 
 namespace {
 
-// The threads: work is cut into numbered parts, and whoever is free takes the next. They are those of torch's
-// OpenMP where that is known (GOMP_parallel, of libgomp's ABI): a thread of our own would share a processor
-// with one of torch's that waits awake for its next product.
+// Work is divided into numbered parts, and each free thread takes the next one. The threads are torch's OpenMP
+// threads if their runtime is known (GOMP_parallel, libgomp's ABI). A thread of our own would share a processor
+// with one of torch's, which stays awake for its next product.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;
 
 bool has_short();
 
-// Memory that grows to the most that a call asks for; null where there is none.
+// Memory that grows to the largest size requested; null if the allocation failed.
 struct ThreadScratch {
     float *memory = nullptr;  // aligned to 64 bytes
-    int64_t size = 0;         // floats
+    int64_t size = 0;         // size of `memory` in floats
     ~ThreadScratch() { free(memory); }
     float *get(int64_t floats) {
         if (floats > size) {
@@ -35,13 +35,13 @@ struct ThreadScratch {
         return memory;
     }
 };
-// of each thread: one without leaves all parts to others, and a caller without computes nothing
+// scratch of each thread; a thread without memory leaves all parts to others, a caller computes nothing
 thread_local ThreadScratch own_scratch;
-// of a caller, for activations as the kernels read them: see hfq_scratch
+// prepared activations of a caller; see hfq_scratch
 thread_local ThreadScratch activation_scratch;
-thread_local ThreadScratch order_scratch;   // of a caller, for sorted layers
+thread_local ThreadScratch order_scratch;   // channel orders of a caller, for sorted layers
 
-// Numbered parts of a piece of work, and the floats that each thread takes for it.
+// Numbered parts of one job, and the scratch that each thread needs.
 struct Parts {
     Work work;            // computes one part
     const void *context;  // first argument of `work`
@@ -53,17 +53,17 @@ HFQ_INLINE int64_t own_floats(bool is_sorted) {
     return is_sorted ? (TILED_SCRATCH + SORTED_SCRATCH) / 4 : has_short() ? TILED_SCRATCH / 4 : SCRATCH;
 }
 
-// Threads of our own, which sleep until there is work.
+// Threads of this library, which sleep until there is work.
 struct Pool {
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards the fields below
-    pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;   // held by the caller whose parts are run
+    pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;   // held by the caller whose parts run
     pthread_cond_t wake = PTHREAD_COND_INITIALIZER;     // signals that `wanted` has grown
     pthread_cond_t done = PTHREAD_COND_INITIALIZER;     // signals that `active` is 0
-    Parts parts = {};                                   // the work that is run
-    int64_t next = 0;                                   // number of the next part that nobody has taken
-    int threads = 0;                                    // threads that were started
-    int wanted = 0;                                     // threads that may still begin
-    int active = 0;                                     // threads that work
+    Parts parts = {};                                   // current work
+    int64_t next = 0;                                   // number of the next part to take
+    int threads = 0;                                    // threads started
+    int wanted = 0;                                     // threads that may still start on `parts`
+    int active = 0;                                     // threads at work
 };
 Pool *pool = nullptr;
 pthread_once_t pool_once = PTHREAD_ONCE_INIT;
@@ -92,7 +92,7 @@ void *serve(void *argument) {
     return nullptr;
 }
 
-// in the child of a fork there are no threads, of neither kind
+// called in the child of a fork, which has neither kind of threads
 void forget_pool() { pool = new Pool, team = nullptr; }
 
 void make_pool() {
@@ -100,17 +100,17 @@ void make_pool() {
     pthread_atfork(nullptr, nullptr, forget_pool);
 }
 
-// Threads that have enough to do to be worth waking; a team is as a rule awake.
+// Number of threads worth waking for this many products; the threads of a team are usually awake.
 int worthwhile(int threads, int64_t products) {
     return (int)least(threads, 1 + products / (team ? 1 << 19 : 1 << 21));
 }
 
-// One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one
-// leaves over.
+// State of one call of the team. All its threads are always called, since a runtime ends the threads that a
+// smaller call leaves over.
 struct Shared {
-    Parts parts;   // the work that is run
-    int64_t next;  // number of the next part that nobody has taken
-    int wanted;    // threads that may still begin
+    Parts parts;   // current work
+    int64_t next;  // number of the next part to take
+    int wanted;    // threads that may still start on `parts`
 };
 
 void take_shared(void *argument) {
@@ -123,8 +123,8 @@ void take_shared(void *argument) {
         shared->parts.work(shared->parts.context, part, scratch);
 }
 
-// Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is
-// given back to a host.
+// Waits a few microseconds for `flag` to become 0. Sleeping takes longer, since a virtual machine may return
+// an idle processor to its host.
 void spin_while(const int *flag) {
     for (int i = 0; i < 4000 && __atomic_load_n(flag, __ATOMIC_RELAXED); i++) {
 #if defined(__x86_64__)
@@ -133,7 +133,7 @@ void spin_while(const int *flag) {
     }
 }
 
-// As run_parts, in our own pool; `busy` is held.
+// Runs all parts in the pool of this library; the caller holds `busy`.
 void run_in_pool(Pool *p, const Parts &parts, int threads) {
     pthread_mutex_lock(&p->mutex);
     while (p->threads < threads - 1) {
@@ -150,13 +150,13 @@ void run_in_pool(Pool *p, const Parts &parts, int threads) {
     take_parts(p, parts);
     spin_while(&p->active);
     pthread_mutex_lock(&p->mutex);
-    p->wanted = 0;  // nobody else needs to begin
+    p->wanted = 0;  // no other thread needs to start
     while (p->active) pthread_cond_wait(&p->done, &p->mutex);
     pthread_mutex_unlock(&p->mutex);
 }
 
-// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same
-// time runs its own alone. A caller has its scratch already.
+// Runs all parts on up to `wanted` of `threads`, and returns when they are done. A second concurrent caller
+// runs its parts alone. The caller must have its scratch already.
 void run_parts(const Parts &parts, int threads, int wanted) {
     pthread_once(&pool_once, make_pool);
     Pool *p = pool;

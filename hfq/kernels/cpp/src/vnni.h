@@ -1,9 +1,9 @@
-// Products of activations that were counted as integers, by AVX-512's dot products of bytes (VNNI). Included
-// by kernels.cpp, after its instruction sets, whose order of limbs, scales and sums it takes: results are bit
-// for bit those of AVX-512 without.
+// Products of integer activations by AVX-512's dot products of bytes (VNNI). Included by kernels.cpp after its
+// instruction sets. The order of limbs, scales, and sums is the same, so that results are bit-identical to those
+// of AVX-512 without VNNI.
 //
-// Four codes without a sign times four limbs with one are added to a lane of int32 at once, so that a limb's
-// sums stay in a register.
+// One instruction adds the products of four unsigned codes and four signed limbs to a lane of int32, so that a
+// limb's sums stay in a register.
 
 #if !defined(HFQ_EMULATE)
 #define HFQ_VNNI
@@ -21,20 +21,19 @@ namespace vnni {
 
 using namespace avx512;
 
-// columns of a part whose scales and zero points are made together, of AWQ's and of 3 bits
+// columns whose scales and zero points are unpacked together, for AWQ and 3 bits
 const int64_t STRIP = 256;
-// rows of words that are taken together, but of AWQ's and of 3 bits: as many as lines of a set of the first
-// cache
+// rows of words that are read together, except for AWQ and 3 bits: the associativity of the first-level cache
 const int64_t DEPTH = 8;
-// rows of words after which those are read that are brought to the second cache, but of AWQ's and of 3 bits
+// rows from the words being read to those prefetched to the second-level cache, except for AWQ and 3 bits
 const int64_t BELOW = 8;
-const int64_t BELOW_THREE = 16; // the same of 3 bits
-// bytes of words, along a row, after which those are read that are brought to the first cache
+const int64_t BELOW_THREE = 16; // BELOW for 3 bits
+// bytes along a row from the words being read to those prefetched to the first-level cache
 const int64_t NEAR = 256;
-const int64_t FAR = 8192;       // bytes of rows of codes that are asked for before they are read
-const int64_t FOUR = 4;         // channels whose codes are multiplied, and added up, at once
-const int MOST_ALONE = 2;       // fours of a chunk whose lowest limbs are multiplied by themselves
-const int64_t TOGETHER = 2;     // output rows of codes that are read side by side
+const int64_t FAR = 8192;       // bytes from the row codes being read to those prefetched
+const int64_t FOUR = 4;         // channels that one instruction multiplies and adds
+const int MOST_ALONE = 2;       // the most fours of a chunk whose lowest limbs are multiplied separately
+const int64_t TOGETHER = 2;     // output rows that are read together
 
 bool detect() {
 #if defined(HFQ_EMULATE)
@@ -55,11 +54,11 @@ static inline vi dot_four(vi sum, vb a, vsb b) {
 }
 #endif
 
-// From memory to the second cache: the words of some columns lie a power of two apart, of which the first
-// holds few.
+// Prefetches to the second-level cache. Words of one column may be a power of two apart, and the first-level
+// cache holds few of those.
 static HFQ_INLINE void ask_for(const char *p) { __builtin_prefetch(p, 0, 2); }
 
-// Rows are taken by four, two and one.
+// Number of activation rows that are multiplied together: four, two, or one.
 static HFQ_INLINE int64_t at_once(int64_t rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
 
 #include "vnni_column_major.h"
