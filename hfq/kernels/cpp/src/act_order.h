@@ -26,8 +26,8 @@ static HFQ_INLINE void join_bytes(vb *v) {
     v[0] = low_pairs(a, b), v[1] = high_pairs(a, b), v[2] = low_pairs(c, d), v[3] = high_pairs(c, d);
 }
 
-// Sorts the codes of `count` columns from column n. Writes a row of bytes for each channel to `rows`, and words
-// in the layer's layout, with channels in the order of groups, to `out`.
+// Sorts the codes of `count` columns from column n. Writes a row of bytes for each channel to `rows`, and
+// words in the layer's layout, with channels in the order of groups, to `out`.
 template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_t count, char *rows,
                                            char *out, int64_t out_pitch) {
     const int FIELDS = 8 / BITS;  // codes per byte
@@ -79,8 +79,8 @@ static int64_t strip_columns(const Layer &layer, int64_t wanted) {
     return least(up(wanted, STRIP_COLUMNS), room / STRIP_COLUMNS * STRIP_COLUMNS);
 }
 
-// Returns the layer with sorted words of up to strip_columns columns, in the thread's scratch. It has no codes
-// of other columns.
+// Returns the layer with sorted words of up to strip_columns columns, in the thread's scratch. It has no
+// codes of other columns.
 static Layer sort_strip(const Layer &layer, int64_t n, int64_t count, float *scratch) {
     char *rows = (char *)scratch + TILED_SCRATCH, *words = rows + layer.in_features * STRIP_COLUMNS;
     const int64_t pitch = 4 * up(count, STRIP_COLUMNS);

@@ -1,7 +1,7 @@
-// Intel's AMX: eight tiles of 16 rows of 64 bytes, and their products. Included by the sources beside it.
+// Intel's AMX: eight tiles of 16 rows of 64 bytes, and their products. Included by the other sources in this
+// folder.
 //
-// Where they are compiled with -DHFQ_EMULATE, plain arrays stand in for the tiles, so that what uses them can
-// be tested anywhere.
+// With -DHFQ_EMULATE, plain arrays replace the tiles, so that the code that uses them can be tested anywhere.
 
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace {
 
-// Subnormal floats count while this is alive: a caller may have had them taken for zeros
+// Enables subnormal floats during its lifetime. The caller may treat them as zeros
 // (torch.set_flush_denormal).
 struct KeptSubnormals {
 #if defined(__x86_64__)
@@ -36,7 +36,7 @@ struct KeptSubnormals {
 
 namespace amx {
 
-const int64_t TILE = 1024;  // bytes
+const int64_t TILE = 1024;  // bytes per tile
 
 #if defined(HFQ_AMX)
 
@@ -47,20 +47,20 @@ const int64_t TILE = 1024;  // bytes
 #endif
 #define HFQ_AMX_INLINE inline __attribute__((always_inline)) HFQ_AMX_TARGET
 
-// Whether the processor has tiles of bfloat16 and of int8, and the system lets this process use them: asked
-// for once, before the first use.
+// Returns true if the processor has tiles of bfloat16 and int8, and the system grants them to this process.
+// Called once, before the first use.
 inline bool detect() {
     if (!cpu_features::found().tiles) return false;
     const long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-// Eight whole tiles for this thread, while this is alive.
+// Configures eight full tiles for this thread during its lifetime.
 struct Tiles {
     HFQ_AMX_TARGET Tiles() {
         struct __attribute__((packed)) {
             uint8_t palette;       // 1: eight tiles
-            uint8_t start;         // row that an interrupted instruction goes on with
+            uint8_t start;         // row at which an interrupted instruction resumes
             uint8_t reserved[14];  // zeros
             uint16_t nbytes[16];   // bytes per row of each tile
             uint8_t rows[16];      // rows of each tile
@@ -80,17 +80,17 @@ template <int T> HFQ_AMX_INLINE void load(const void *p, int64_t pitch = 64) {
 template <int T> HFQ_AMX_INLINE void store(void *p, int64_t pitch = 64) {
     __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(pitch) : "memory");
 }
-// C[i][j] += the sum over 16 pairs k of A[i][2k] B[k][2j] + A[i][2k + 1] B[k][2j + 1]: bfloat16, summed in
-// float32; subnormals are zeros.
+// C[i][j] += the sum over 16 pairs k of A[i][2k] B[k][2j] + A[i][2k + 1] B[k][2j + 1]. Factors are bfloat16,
+// sums float32. Subnormal numbers count as zeros.
 template <int C, int A, int B> HFQ_AMX_INLINE void dot_bfloats() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
-// The same of 16 fours of int8, summed in int32.
+// The same for 16 fours of int8, summed in int32.
 template <int C, int A, int B> HFQ_AMX_INLINE void dot_bytes() {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// A matrix of 16 by 16 words, transposed.
+// Transposes a matrix of 16 by 16 words.
 inline __attribute__((always_inline, target("avx512f"))) void transpose(__m512i *r) {
     __m512i t[16];
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) {

@@ -1,14 +1,15 @@
-// Products by tiles (amx_tiles.h) of activations in bfloat16, or in float16 as the sum of two of it. Included
-// by kernels.cpp, after its instruction sets.
+// Products in bfloat16, by tiles (amx_tiles.h) or vectors. Activations are bfloat16, or float16 as the sum of
+// two bfloat16. Included by kernels.cpp after its instruction sets.
 //
-// Codes become bfloat16 without a loss: floats of 8 and 4 bits as they are, integers less their zero points.
-// Products of two bfloat16 are exact in float32, in which a tile sums them; the sum of a group is multiplied
-// with its scale, and groups are added up, in float32. A row's result is the same among any other rows.
+// Codes convert to bfloat16 without loss: 8-bit and 4-bit floats unchanged, and integers minus their zero
+// points. Products of two bfloat16 are exact in float32, and a tile sums them in float32. The sum of a group
+// is multiplied by its scale, and groups are summed, in float32. A row's result does not depend on the other
+// rows.
 //
-// Where outputs are rows of codes the weight is the left factor, 16 outputs of 32 channels to a tile as they
-// lie, and results come out transposed. Where they are columns the weight is the right one: a word of GPTQ's
-// holds codes of one output, which are unpacked in pairs just as a right factor needs them. Channels come in
-// the order that codes are unpacked in, and activations are brought into it.
+// If outputs are rows of codes, the weight is the left factor. A tile has 16 outputs and 32 channels in their
+// order in memory, and results are transposed. If outputs are columns, the weight is the right factor: a word
+// of GPTQ has codes of one output, which are unpacked in pairs, the layout of a right factor. Channels have
+// the order in which codes are unpacked, and activations are permuted to this order.
 
 #if defined(HFQ_AMX)
 #ifdef __clang__
@@ -26,30 +27,30 @@
 namespace {
 namespace bfloat16 {
 
-const int64_t MOST = 512;         // activation rows that are multiplied at once
-const int64_t BLOCK = 16;         // of them in a tile
-const int64_t HALF = 8;           // of them whose sums take two lanes each
-const int64_t CHANNELS = 32;      // of a tile
-const int64_t PAIR = 32;          // outputs of two tiles
-const int64_t MOST_WIDTH = 256;   // outputs of a part
-const int64_t MOST_FEW = 512;     // columns of a part, for few rows: the more, the more of them lie together
-const int64_t MOST_DEPTH = 256;   // channels that are unpacked together
-const int64_t ROWS_AHEAD = 8;     // rows of codes that are asked for before they are unpacked
-const int64_t PIECE = 128;        // channels that are summed by themselves, in a tile
-const int64_t MOST_SCALES = 512;  // groups of a row
+const int64_t MOST = 512;         // the most activation rows that are multiplied together
+const int64_t BLOCK = 16;         // activation rows per tile
+const int64_t HALF = 8;           // the most activation rows whose sums use two lanes each
+const int64_t CHANNELS = 32;      // channels per tile
+const int64_t PAIR = 32;          // outputs per pair of tiles
+const int64_t MOST_WIDTH = 256;   // the most outputs per part
+const int64_t MOST_FEW = 512;     // the most columns per part for few rows, for long runs of memory
+const int64_t MOST_DEPTH = 256;   // the most channels that are unpacked together
+const int64_t ROWS_AHEAD = 8;     // rows of codes from those being unpacked to those prefetched
+const int64_t PIECE = 128;        // the most channels that a tile sums before the sums are scaled
+const int64_t MOST_SCALES = 512;  // the most groups per row
 
-// What each thread works in.
+// Scratch of each thread.
 struct TileScratch {
-    alignas(64) float totals[MOST_WIDTH * MOST];           // sums of a part, float32
+    alignas(64) float totals[MOST_WIDTH * MOST];           // sums of a part, before conversion
     alignas(64) char codes[2][PAIR * MOST_DEPTH * 2];      // unpacked codes of two pairs, bfloat16
-    alignas(64) float scales[MOST_SCALES * PAIR];          // scales of groups, float32
-    alignas(64) float zeros[MOST_SCALES + 4 * PAIR];       // zero points, or room for scales, float32
-    alignas(64) float sums[4][256];                        // what four tiles held, float32
-    alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];     // AWQ's words, two codes a byte
+    alignas(64) float scales[MOST_SCALES * PAIR];          // scales of groups
+    alignas(64) float zeros[MOST_SCALES + 4 * PAIR];       // zero points, or temporary scales
+    alignas(64) float sums[4][256];                        // sums stored from four tiles
+    alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];     // AWQ's words, two codes per byte
 };
 static_assert(sizeof(TileScratch) <= TILED_SCRATCH, "what threads keep is too small");
 
-// Whether the processor multiplies bfloat16, and looks bytes up.
+// True if the processor multiplies bfloat16 and has byte permutations.
 bool has_bfloats() {
 #if defined(HFQ_EMULATE)
     return true;
@@ -68,28 +69,28 @@ bool detect() {
 #endif
 }
 
-// Whether all 32 outputs of a pair have one scale for each group.
+// True if all 32 outputs of a pair share one scale per group.
 inline bool shares_rows(const Layer &layer) {
     return layer.block_out % PAIR == 0 || layer.block_out >= layer.out_features;
 }
 
-// Sixteen floats, at any place, of as many bits as bfloat16 has, or of half of them.
+// True if the bits `none` are zero in each of 16 floats at any alignment, so that fewer bits represent them.
 inline bool has_bits(const char *values, uint32_t none) {
     for (int i = 0; i < 16; i++)
         if (load32(values + 4 * i) & none) return false;
     return true;
 }
 
-// Whether codes become bfloat16 with their scales in them: groups are shorter than a tile is, and scales have
-// few bits or none.
+// True if codes are multiplied by their scales before they are converted to bfloat16. Groups are then no
+// longer than a tile, and scales have few mantissa bits or none.
 bool folds(const Layer &layer) {
     return layer.kind == NIBBLES && (layer.block_in == 16 || layer.block_in == 32) &&
            layer.row_zeros == NONE && layer.block_out == 1 && layer.scale_step == 1 &&
            (layer.scale_dtype == E8M0 || layer.scale_dtype == E4M3_SCALED) && has_bits(layer.values, 0xFFFFF);
 }
 
-// Whether zero points of rows are taken off their codes, nibbles that stand for neighbouring integers: -15 to
-// 15 are left.
+// True if zero points are subtracted from codes that are nibbles of consecutive integers. The differences
+// range from -15 to 15.
 bool takes_zeros(const Layer &layer) {
     if (layer.kind != NIBBLES || layer.block_out != 1 ||
         (layer.row_zeros != GROUP_WORDS && layer.row_zeros != OUTPUT_WORDS))
@@ -104,12 +105,12 @@ inline int64_t row_groups(const Layer &layer) {
     return (layer.in_features + layer.block_in - 1) / layer.block_in;
 }
 
-// Whether a layer's codes can be made tiles of: groups are not scattered, and end with a tile.
+// True if a layer's codes can be unpacked to tiles: groups are not scattered, and end with a tile.
 bool reads(const Layer &layer) {
     const bool is_single = layer.block_in >= layer.in_features;
     if (layer.index_nbytes || layer.kind == QUADS) return false;
     if (folds(layer)) return true;
-    // no step would end with a group
+    // otherwise, no step ends with a group
     if (!is_single && layer.block_in % PIECE && layer.block_in > MOST_DEPTH) return false;
     if (has_columns(layer)) return is_single || layer.block_in % CHANNELS == 0;
     if (!is_single && layer.block_in % (2 * CHANNELS)) return false;
@@ -118,14 +119,14 @@ bool reads(const Layer &layer) {
            (layer.row_zeros == NONE && (layer.kind != NIBBLES || has_bits(layer.values, 0xFFFF)));
 }
 
-// Channels whose sums share a scale.
+// Number of channels whose sum has one scale.
 inline int64_t group_size(const Layer &layer) {
     return folds(layer) ? layer.in_features : least(layer.block_in, layer.in_features);
 }
 
-// ---- The order of channels ----
+// ---- Order of channels ----
 
-// order[i]: which of 64 channels is the i-th of two tiles.
+// Writes the order of 64 channels in two tiles: order[i] is the channel at position i.
 void find_order(const Layer &layer, int16_t *order) {
     for (int i = 0; i < 64; i++) {
         const int tile = i / 32 * 32, place = i % 32, row = place / 2, second = place % 2, bits = layer.bits;

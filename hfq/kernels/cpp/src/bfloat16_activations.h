@@ -1,29 +1,29 @@
-// Activations as bfloat16, in the order that tiles and vectors read them in. Included by bfloat16.h, in its
-// namespace.
+// Activations as bfloat16, packed in the order in which tiles and vectors read them. Included by bfloat16.h,
+// in its namespace.
 //
-// [`depth` channels][block of 16 rows][32 channels], each a tile: a left factor [row][channel], or a right
-// one [pair of channels][row][2]. A last block of fewer rows has tiles of fewer bytes; what is loaded beyond
-// them makes sums that nobody reads. Up to HALF rows of a right factor that vectors are multiplied with are
-// halved: [four channels][row][4], so that a row's sums take two lanes.
+// Layout: [`depth` channels][block of 16 rows][32 channels]. The innermost entry is a tile: [row][channel] as
+// a left factor, [pair of channels][row][2] as a right factor. The tiles of a last block of fewer rows have
+// fewer bytes. Bytes loaded beyond them only affect sums that are not used. If vectors multiply up to HALF
+// rows as a right factor, tiles are [four channels][row][4], so that a row's sums use two lanes.
 
-// Activations that are packed.
+// Arguments of the packing of activations.
 struct Packing {
-    const Layer *layer;             // what they are multiplied with
+    const Layer *layer;             // layer that they are multiplied by
     const char *x;                  // address of the activations, of `dtype`
-    int64_t rows;                   // rows when packed: two for each of float16
-    int64_t x_stride;               // elements from a row of `x` to the next
+    int64_t rows;                   // packed rows: two per row of float16
+    int64_t x_stride;               // elements from one row of `x` to the next
     int64_t depth;                  // channels that are unpacked together
     int32_t dtype;                  // Dtype of `x`, BF16 or F16
-    bool apart;                     // each row by itself, for bfloat16_dots.h: [64 channels][row][64]
-    bool halved;                    // in fours of channels, for sums of two lanes
+    bool apart;                     // true: rows are separate, for bfloat16_dots.h: [64 channels][row][64]
+    bool halved;                    // true: tiles have fours of channels, for sums in two lanes
     char *out;                      // address of the packed activations, bfloat16
-    float *factors;                 // two per row, which take off again what it was multiplied with
-    alignas(64) int16_t order[64];  // which of 64 channels is the i-th (find_order)
+    float *factors;                 // two per packed row, which undo the normalization
+    alignas(64) int16_t order[64];  // order of 64 channels (find_order)
 };
 
 inline int64_t steps(const Layer &layer) { return up(layer.in_features, 2 * CHANNELS) / CHANNELS; }
 
-// Where the tiles of a block begin whose channels begin at k, of the channels' share of `depth`.
+// Byte offset of a block's tiles of the channels from k on.
 inline int64_t place_of(const Layer &layer, int64_t rows, int64_t depth, int64_t block, int64_t k) {
     const int64_t start = k / depth * depth, count = least(depth, steps(layer) * CHANNELS - start);
     return 2 * (start * rows + block * BLOCK * count + (k - start) * least(BLOCK, rows - block * BLOCK));
@@ -33,8 +33,8 @@ inline int64_t packed_floats(const Layer &layer, int64_t rows) {
     return rows * steps(layer) * CHANNELS / 2 + 2 * rows + 512;
 }
 
-// Rows of very small or large numbers are multiplied by a power of two, as two factors: subnormal numbers
-// would count as zeros.
+// Returns factors, powers of two, that normalize a row of very small or large numbers, and their inverses.
+// Products of bfloat16 would treat subnormal numbers as zeros.
 void normalize(const char *x, int64_t count, float *by, float *back) {
     uint16_t largest = 0;
     int64_t k = 0;
@@ -58,7 +58,7 @@ void normalize(const char *x, int64_t count, float *by, float *back) {
 }
 
 #if defined(HFQ_AMX)
-// 32 bfloat16 times two powers of two.
+// Multiplies 32 bfloat16 by two powers of two.
 static inline __m512i scaled(__m512i x, const float *by) {
     const __m512 first = _mm512_set1_ps(by[0]), second = _mm512_set1_ps(by[1]);
     __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
@@ -70,7 +70,7 @@ static inline __m512i scaled(__m512i x, const float *by) {
 }
 #endif
 
-// 64 channels of a block of `count` rows, of which `left` are there, to two tiles.
+// Packs 64 channels of a block of `count` rows to two tiles; `left` channels exist.
 static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t count, int64_t left,
                      const float (*by)[2], char *const *outs) {
     const bool is_left = has_columns(*to.layer);
@@ -120,10 +120,10 @@ static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t c
 #endif
 }
 
-// Rows of bfloat16 that a row of activations is packed as.
+// Packed rows of bfloat16 per row of activations.
 inline int64_t rows_of(int32_t dtype) { return dtype == F16 ? 2 : 1; }
 
-// Float16 as two bfloat16, whose sum it is: of its 11 bits the first 8, rounded, and the rest.
+// Splits float16 into a sum of two bfloat16: its 11 bits, rounded to 8, and the rest.
 void split_halves(const char *x, int64_t count, uint16_t *first, uint16_t *rest) {
     int64_t k = 0;
 #if defined(HFQ_AMX)
@@ -144,13 +144,13 @@ void split_halves(const char *x, int64_t count, uint16_t *first, uint16_t *rest)
     }
 }
 
-// Whether a block's activations are brought together before they are packed, and the floats that takes.
+// True if a block's rows are gathered before they are packed; and the floats of scratch for them.
 inline bool is_brought(const Layer &layer, int32_t dtype) { return is_sorted(layer) || dtype == F16; }
 inline int64_t brought_floats(const Layer &layer, int32_t dtype) {
     return is_brought(layer, dtype) ? up((BLOCK + 1) * layer.in_features, 2) / 2 : 0;
 }
 
-// Packed rows from `first` on, in the order of the layer's channels and in bfloat16.
+// Gathers packed rows from `first` on as bfloat16, in the order of the layer's channels.
 void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) {
     const Layer &layer = *of.layer;
     const int64_t size = layer.in_features, each = rows_of(of.dtype);
@@ -167,7 +167,7 @@ void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) 
     }
 }
 
-// One block of rows.
+// Packs one block of rows.
 void pack_block(const void *context, int64_t block, float *scratch) {
     const Packing &to = *(const Packing *)context;
     const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first),

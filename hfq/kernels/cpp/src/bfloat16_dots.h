@@ -1,29 +1,31 @@
-// Products of few rows of activations in bfloat16 with rows of floats of 8 bits, by AVX-512's dot products of
-// bfloat16. Included by bfloat16.h, whose instructions, tables and order of activations it takes: codes are
-// unpacked to registers and multiplied there.
+// Products of few rows of bfloat16 activations and rows of 8-bit floats, by AVX-512's dot products of
+// bfloat16. Codes are unpacked to registers and multiplied there. Included by bfloat16.h; uses its
+// instructions, tables, and order of activations.
 
 namespace {
 namespace bfloat16_dots {
 
-const int64_t MOST = 8;     // activation rows
-const int64_t WIDTH = 32;   // output rows of a part
-// and for up to two activation rows, where there are enough: threads ask for what is beyond theirs
+const int64_t MOST = 8;     // the most activation rows
+const int64_t WIDTH = 32;   // output rows per part
+// output rows per part for up to two activation rows, if there are enough parts; prefetches cross part
+// borders
 const int64_t LONG = 128;
-// bytes of activations that stay in the first cache while a part's rows pass by; of up to two rows four times
-// as many are read beside them
+// bytes of activations that stay in the first-level cache while a part's rows are read; four times as many
+// for up to two activation rows
 const int64_t PASSED = 16 << 10;
-// output rows that are read side by side; for up to two activation rows each a run of memory, as far apart as
-// a part lets them be
+// the most output rows that are read together; for up to two activation rows, they are spread evenly over a
+// part
 const int64_t MOST_TOGETHER = 8;
-const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
-// and to the second, rounded down to whole rows, or one: both for up to two activation rows
+// for up to two activation rows, bytes from the codes being read to those prefetched to the first-level cache
+const int64_t NEAR = 512;
+// the same for the second-level cache, rounded down to whole rows, but at least one row
 const int64_t FAR = 4096;
-const int64_t USUAL = 128;  // channels of a block that needs no loop
-// output rows after which those are multiplied that are brought to the first cache, where activations are
-// many
+const int64_t USUAL = 128;  // channels of the usual block, whose loop is unrolled
+// output rows from the row being read to the row prefetched to the first-level cache, for 3 or more
+// activation rows
 const int64_t LATER = 2;
 
-// Output rows of a part: those of a longer one share their scales, or none do.
+// Output rows per part. A part of LONG rows is used only if all of its rows share their scales, or none do.
 int64_t part_width(const Layer &layer, int64_t rows, int threads) {
     const bool is_even =
         layer.block_out == 1 || layer.block_out % LONG == 0 || layer.block_out >= layer.out_features;
@@ -42,16 +44,16 @@ bool reads(const Layer &layer) {
 }
 
 #if defined(HFQ_AMX)
-// Output rows that are read side by side: a sum waits for itself. Any number of activation rows has one sum
-// each, and they are multiplied alike.
+// Output rows that are read together, so that independent sums hide latency. For any number of activation
+// rows, each has one sum, computed in the same order.
 template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : ROWS > 1 ? 4 : MOST_TOGETHER;
 
-// 64 codes times as many activations of each of ROWS rows.
+// Multiplies 64 codes by the activations of each of ROWS rows.
 template <int KIND, int ROWS>
 static HFQ_INLINE void dot(const bfloat16::Table<KIND> &table, __m512i codes, const char *x, __m512 *sums) {
     const __m512i low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
     __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
-    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // or the codes' signs
+    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // ORs the signs
     const __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high),
                    second = (__m512bh)_mm512_unpackhi_epi8(low, high);
     HFQ_UNROLL
@@ -61,8 +63,8 @@ static HFQ_INLINE void dot(const bfloat16::Table<KIND> &table, __m512i codes, co
     }
 }
 
-// The next up to 64 channels of OUT output rows, which lie `pitch` apart. `later` is what is asked for
-// meanwhile, of the first row.
+// Multiplies the next up to 64 channels of OUT output rows, `pitch` bytes apart. `later` is the address to
+// prefetch for the first row.
 template <int KIND, int ROWS, int OUT>
 static HFQ_INLINE void add_codes(const bfloat16::Table<KIND> &table, const char *codes, int64_t pitch,
                                  __mmask64 there, const char *later, const char *x, __m512 (*sums)[ROWS]) {
@@ -73,15 +75,14 @@ static HFQ_INLINE void add_codes(const bfloat16::Table<KIND> &table, const char 
         if (ROWS > 2) __builtin_prefetch(later + r * pitch);
         else __builtin_prefetch(at + NEAR), __builtin_prefetch(later + r * pitch, 0, 2);
         __m512i word = _mm512_maskz_loadu_epi8(there, at);
-        avx512::keep_here(word);  // or it is loaded three times
+        avx512::keep_here(word);  // otherwise, it is loaded three times
         dot<KIND, ROWS>(table, word, x, sums[r]);
     }
 }
 
-// Channels [k, last) of OUT output rows, the n-th and others each `spaced` after the last, times ROWS
-// activation rows; `scales` of each output row are `apart` from the next one's. The sums of a group that ends
-// later are kept as they are: what channels are passed at once depends on the activation rows, and no bit
-// may.
+// Multiplies channels [k, last) of OUT output rows by ROWS activation rows. Output rows begin with n and are
+// `spaced` rows apart; their scales are `apart` floats apart. If a group ends after `last`, its sums are kept
+// unscaled. The number of channels per pass depends on the activation rows, and results must not.
 template <int KIND, int ROWS, int OUT>
 static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &table, int64_t n, int64_t spaced,
                      int64_t k, int64_t last, const float *scales, int64_t apart, const char *ahead,
@@ -128,7 +129,7 @@ static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &tabl
     for (int i = 0; i < OUT * ROWS; i++) kept[i / ROWS * spaced][i % ROWS] = totals[i / ROWS][i % ROWS];
 }
 
-// Channels that are multiplied by all rows of a part before the next are: whole blocks.
+// Channels per pass over the rows of a part: whole blocks.
 template <int ROWS> static int64_t passed(const Layer &layer) {
     const int64_t room = ROWS > 2 ? PASSED : 4 * PASSED, whole = room / (2 * ROWS) / 64 * 64;
     if (2 * ROWS * layer.in_features <= room) return layer.in_features;

@@ -1,26 +1,26 @@
-// One product, and how its sums are made by tiles or by vectors. Included by bfloat16.h, in its namespace.
+// Sums of one product, by tiles or by vectors. Included by bfloat16.h, in its namespace.
 
 // One multiplication of packed activations by a layer.
 struct Job {
     const Layer *layer;    // right factor
     const char *x;         // address of the packed activations, bfloat16
-    const float *factors;  // two per packed row, which its results are multiplied by
-    int64_t rows;          // packed rows: two for each of float16
+    const float *factors;  // two per packed row, factors of its results
+    int64_t rows;          // packed rows: two per row of float16
     int64_t depth;         // channels that are unpacked together
-    int64_t lead;          // bytes from codes to those that are asked for meanwhile
-    OutputParts outputs;   // how outputs are shared out among threads
+    int64_t lead;          // bytes from the codes being read to those prefetched
+    OutputParts outputs;   // parts that threads compute
     char *y;               // address of the results, of `dtype`
-    int64_t y_stride;      // elements from a row of `y` to the next
+    int64_t y_stride;      // elements from one row of `y` to the next
     int32_t dtype;         // Dtype of the activations before they were packed, and of `y`
-    bool divides;          // whether sums are divided by their scales
-    bool by_tiles;         // whether tiles multiply, or else vectors
-    bool halved;           // whether rows are few and their sums take two lanes each
-    bool apart;            // whether rows are multiplied one by one (bfloat16_dots.h)
+    bool divides;          // true: sums are divided by their scales; false: multiplied
+    bool by_tiles;         // true: tiles multiply; false: vectors
+    bool halved;           // true: few rows, whose sums use two lanes each
+    bool apart;            // true: rows are multiplied one by one (bfloat16_dots.h)
 };
 
 inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
 
-// total += sums * scales, of 16 rows of a tile; a scale for each of them, or for each column.
+// Adds sums * scales of a tile to `total`; scales are per row (LEFT) or per column.
 template <bool LEFT>
 static HFQ_INLINE void add_up(const float *sums, const float *scales, bool divides, float *total) {
 #if defined(HFQ_AMX)
@@ -46,27 +46,27 @@ static HFQ_INLINE void add_up(const float *sums, const float *scales, bool divid
 #endif
 }
 
-// What a pair of tiles of weights is multiplied with: a block of activations, [32 channels] tiles, or null.
+// A block of activations that multiplies a pair of tiles of weights: one tile per 32 channels, or null.
 struct Factor {
     const char *at;  // address of the first tile, or null
-    int64_t pitch;   // bytes from a tile's row to the next
-    int64_t step;    // bytes from a tile to that of the next channels
+    int64_t pitch;   // bytes from one row of a tile to the next
+    int64_t step;    // bytes from one tile to the tile of the next channels
     int64_t rows;    // activation rows of the block
 };
 
-// Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next
-// leave. So tiles multiply while codes are unpacked and sums added up.
+// Pipeline of sums in tiles. Sums are stored when the next ones start, and added to totals when the next ones
+// are stored. Tiles therefore multiply while codes are unpacked and sums are added.
 template <bool LEFT> struct TileFlow {
-    const bool divides;   // whether sums are divided by their scales
-    float (*sums)[256];   // of up to four tiles, on their way
-    amx::Tiles tiles;     // while this is alive
+    const bool divides;   // true: sums are divided by their scales
+    float (*sums)[256];   // stored sums of up to four tiles, 256 float32 each
+    amx::Tiles tiles;     // configures the tiles of this thread
     struct Sums {
-        int count = 0;                  // of tiles
-        const float *scales = nullptr;  // of a pair's outputs
-        float *totals = nullptr;        // to which they are added, 256 float32 per tile
+        int count = 0;                  // number of tiles
+        const float *scales = nullptr;  // scales of a pair's outputs
+        float *totals = nullptr;        // destination of the sums, 256 float32 per tile
     };
-    Sums inside;   // sums that are in the tiles
-    Sums outside;  // sums that have left them
+    Sums inside;   // sums in the tiles
+    Sums outside;  // sums stored in `sums`
     TileFlow(const Job &job, TileScratch &work) : divides(job.divides), sums(work.sums) {}
 
     HFQ_INLINE void move() {
@@ -77,8 +77,8 @@ template <bool LEFT> struct TileFlow {
         if (outside.count > 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
     }
 
-    // totals, [block][two tiles] += the products of a pair of weights, [32 channels][two tiles] of `count`,
-    // and one or two blocks.
+    // Adds the products of a pair of weights, `count` times [32 channels][two tiles], and one or two blocks
+    // of activations to `totals`, [block][two tiles].
     HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales,
                              float *totals) {
         move();
@@ -101,22 +101,22 @@ template <bool LEFT> struct TileFlow {
 };
 
 #if defined(HFQ_AMX)
-// sums += columns' pairs times one pair, in one instruction, for which compilers take two.
+// Adds the products of the columns' pairs and one pair, in one instruction; compilers would use two.
 static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pair) {
     struct __attribute__((packed, may_alias)) Pair { uint32_t bits; /* two bfloat16 */ };
     __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(columns), "m"(*(const Pair *)pair));
 }
 #endif
 
-// The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are
-// multiplied with those of the 16 columns of the right one. What is computed of a sum, and when, is the same
-// for any rows beside it.
+// The same without tiles. Each row of the left factor has a vector of sums. Its pairs of channels are
+// multiplied by those of the 16 columns of the right factor. The order of a row's sum does not depend on the
+// other rows.
 template <bool LEFT> struct VectorFlow {
-    const bool divides;  // whether sums are divided by their scales
-    const bool halved;   // whether a row's sums take two lanes
+    const bool divides;  // true: sums are divided by their scales
+    const bool halved;   // true: a row's sums use two lanes
     VectorFlow(const Job &job, TileScratch &) : divides(job.divides), halved(job.halved) {}
 
-    // As below, of one tile and up to HALF rows.
+    // The same as `dot` for one tile and up to HALF rows.
     static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales,
                                       bool divides, float *totals) {
 #if defined(HFQ_AMX)
@@ -169,7 +169,7 @@ template <bool LEFT> struct VectorFlow {
     }
 #endif
 
-    // totals += COUNT rows of the left factor times 16 columns of TILES right ones.
+    // Adds the products of COUNT rows of the left factor and 16 columns of TILES right factors to `totals`.
     template <int COUNT, int TILES>
     static HFQ_INLINE void dot(const char *left, int64_t left_pitch, int64_t left_step, const char *right,
                                int64_t right_pitch, int64_t right_step, int64_t count, const float *scales,

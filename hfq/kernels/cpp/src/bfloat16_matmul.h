@@ -1,18 +1,18 @@
-// Products of what was packed and unpacked, by tiles or by vectors. Included by bfloat16.h, in its namespace.
+// Products of packed activations and unpacked codes. Included by bfloat16.h, in its namespace.
 
-// Unpacked codes of a pair, of channels from k on, in pieces with a scale each for its outputs.
+// Unpacked codes of a pair of tiles, in pieces of channels. Each output has one scale per piece.
 struct Step {
     const char *codes;  // address of the unpacked codes, bfloat16
     int64_t k;          // first channel
     int64_t count;      // number of pieces
     struct {
-        int64_t first;        // channel
-        int64_t stop;         // channel after the last
-        const float *scales;  // one for each output of the pair
-    } pieces[MOST_DEPTH / CHANNELS];  // in the channels' order
-    float *totals;  // where their sums belong, 256 float32 per tile
+        int64_t first;        // first channel
+        int64_t stop;         // channel after the last one
+        const float *scales;  // one per output of the pair
+    } pieces[MOST_DEPTH / CHANNELS];  // in the order of channels
+    float *totals;  // destination of the sums, 256 float32 per tile
 };
-// A step's codes times all activations: block by block, whose totals stay near.
+// Multiplies a step's codes by all activations, block by block, so that totals stay in the cache.
 template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow, const Step &step) {
     float *totals = step.totals;
     for (int64_t b = 0; b < blocks(job.rows); b += 2, totals += 4 * 256) {
@@ -35,12 +35,12 @@ template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow
     }
 }
 
-// One block of rows by the outputs of a pair but the first `skipped`, from `totals`, in the activations'
-// dtype.
+// Writes the results of one block of rows and of a pair's outputs, except the first `skipped`, from `totals`,
+// in the activations' dtype.
 template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t skipped, int64_t columns,
                                             int64_t row, int64_t rows, const float *totals) {
     const float shared = job.layer->kind == INT8 ? job.layer->shared : 1.0f;
-    const bool is_two = job.halved || job.dtype == F16;  // sums
+    const bool is_two = job.halved || job.dtype == F16;  // each result is a sum of two
 #if defined(HFQ_AMX)
     __m512i tiles[2][16];
     for (int t = 0; t < 2; t++) {
@@ -56,7 +56,7 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t s
             __m512 value = _mm512_castsi512_ps(tiles[t][is_two ? 2 * m : m]);
             if (is_two) value = _mm512_add_ps(value, _mm512_castsi512_ps(tiles[t][2 * m + 1]));
             value = _mm512_mul_ps(value, _mm512_set1_ps(shared));
-            if (job.dtype == F16) {  // none of whose numbers is so small or large that a row is normalized
+            if (job.dtype == F16) {  // the range of float16 never requires normalization
                 halves[t] = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
                 continue;
             }
@@ -90,14 +90,14 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t s
 #endif
 }
 
-// The scales of an output row.
+// Reads the scales of an output row.
 static void find_row_scales(const Layer &layer, int64_t n, float *scales) {
     const int64_t groups = row_groups(layer);
     if (layer.scale_step == 1 && groups > 1) return avx512::row_scales(layer, n, groups, scales);
     for (int64_t g = 0; g < groups; g++) scales[g] = scale_at(layer, scale_place(layer, n, g));
 }
 
-// The scales of a part's rows that do not share them, [pair][group][32].
+// Reads the scales of a part's rows that do not share scales: [pair][group][32].
 static void find_scales(const Layer &layer, int64_t first, int64_t width, float *scales, float *loose) {
     const int64_t groups = row_groups(layer);
     for (int64_t r = 0; r < up(width, PAIR); r++) {
@@ -129,8 +129,8 @@ inline UnpackColumns column_unpacker(const Layer &layer) {
                        : unpack_columns<8>;
 }
 
-// Unpacks a step: the pair of outputs from `first` + n on of a part of `width`, by channels from step.k on.
-// `slots` takes scales in turns.
+// Unpacks a step: the pair of outputs from `first` + n in a part of `width`, and the channels from step.k.
+// `slots` counts the pieces, whose scales reuse work.scales cyclically.
 template <bool LEFT> static void unpack_step(const Job &job, TileScratch &work, int64_t first, int64_t width,
                                              int64_t n, int64_t &slots, char *codes, Step &step) {
     const Layer &layer = *job.layer;
@@ -162,8 +162,8 @@ template <bool LEFT> static void unpack_step(const Job &job, TileScratch &work, 
     step.codes = codes;
 }
 
-// One block of activations times GPTQ's words: codes are multiplied in the registers that they are unpacked
-// in, to the sums that VectorFlow would make of them.
+// True if codes of columns are multiplied in the registers that they are unpacked to, for one block of
+// activations. Sums are bit-identical to those of VectorFlow.
 inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
 #if defined(HFQ_AMX)
     return !by_tiles && rows <= BLOCK && has_columns(layer) && reads(layer);
@@ -173,8 +173,8 @@ inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
 }
 
 #if defined(HFQ_AMX)
-// totals += ROWS activation rows times `rows` words of each of 16 columns of TILES tiles, of which those from
-// `skipped` to `count` are there.
+// Adds the products of ROWS activation rows and `rows` words of each column of TILES tiles to `totals`.
+// Columns from `skipped` to `count` exist.
 template <int BITS, int ROWS, int TILES>
 static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows, int64_t skipped,
                                  int64_t count, int64_t lead, const float *zeros, const char *x,
@@ -212,7 +212,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
     VectorFlow<false>::add_up<ROWS, TILES>(sums, scales, false, totals);
 }
 
-// The same for AWQ's words, of which `rows` are there of each 8 columns: two channels' at a time.
+// The same for `rows` of AWQ's words, each of 8 columns: two channels at a time.
 template <int ROWS, int TILES> static HFQ_INLINE void dot_awq(const char *words, int64_t pitch, int64_t rows,
                                                               int64_t count, int64_t lead, const float *zeros,
                                                               const char *x, int64_t x_step,
@@ -245,8 +245,8 @@ template <int ROWS, int TILES> static HFQ_INLINE void dot_awq(const char *words,
     VectorFlow<false>::add_up<ROWS, TILES>(sums, scales, false, totals);
 }
 
-// The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is
-// read at once.
+// Multiplies the columns of a part in place. With fewer rows, more columns are multiplied together: enough
+// independent sums hide latency, and longer runs of a row of words are read.
 template <int BITS, int ROWS> static void dot_columns(const Job &job, TileScratch &work, int64_t first,
                                                       int64_t skipped, int64_t width, int64_t k,
                                                       int64_t m = 0) {
@@ -293,8 +293,8 @@ template <int BITS> static void dot_unstored(const Job &job, TileScratch &work, 
     }
 }
 
-// Of AWQ up to eight rows at a time: its codes are unpacked for two tiles at once, whose sums are as many as
-// registers hold.
+// AWQ: up to eight rows at a time. Its codes are unpacked for two tiles together, whose sums fill the
+// registers.
 template <> void dot_unstored<0>(const Job &job, TileScratch &work, int64_t first, int64_t skipped,
                                  int64_t width, int64_t k) {
     for (int64_t m = 0; m < job.rows; m += HALF)
@@ -318,8 +318,8 @@ static void dot_step(const Job &job, TileScratch &work, int64_t first, int64_t s
 #endif
 }
 
-// Codes are multiplied a step after they were unpacked, when they have left the processor's queue of stores,
-// for which tiles would wait.
+// Multiplies one part. Codes are multiplied one step after they are unpacked. By then they have left the
+// processor's store queue, for which tiles would otherwise wait.
 template <bool LEFT, class Flow>
 static void part_of(const Job &job, int64_t first, int64_t width, float *scratch) {
     const Layer &layer = *job.layer;
@@ -363,7 +363,8 @@ void part_of_layer(const Job &job, int64_t first, int64_t width, float *scratch)
                                                                                         scratch);
 }
 
-// Of a sorted layer strip by strip: the more rows, the less often are they to be read.
+// Multiplies one part. Sorted layers are multiplied strip by strip; more rows use wider strips, since each
+// strip reads all activations again.
 void part(const Job &job, int64_t first, int64_t width, float *scratch) {
     if (!is_sorted(*job.layer)) return part_of_layer(job, first, width, scratch);
     const int64_t strip_width = avx512::strip_columns(*job.layer, job.rows > 4 * BLOCK ? width : 1);
@@ -371,13 +372,14 @@ void part(const Job &job, int64_t first, int64_t width, float *scratch) {
     for (int64_t i = 0, count; i < width; i += count) {
         count = least(strip_width - skipped_before(*job.layer, job.outputs, first + i), width - i);
         const Layer strip = avx512::sort_strip(*job.layer, first + i, count, scratch);
-        of.layer = &strip, of.lead = 0;  // nothing is left to be asked for
+        of.layer = &strip, of.lead = 0;  // sort_strip has prefetched already
         part_of_layer(of, first + i, count, scratch);
     }
 }
 
-// The job of up to MOST rows, whose activations are packed at `packed`. With few rows of codes a part is as
-// narrow as can be, and the next part is asked for; else the next channels.
+// Returns the job of up to MOST rows, whose activations are packed at `packed`. With few activation rows and
+// rows of codes, parts are as narrow as possible, and the next part is prefetched. Otherwise, the next
+// channels are.
 Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_stride, const char *packed,
          const float *factors, int threads, bool by_tiles) {
     const bool columns = has_columns(layer), is_few = rows <= 2 * BLOCK;
@@ -385,14 +387,14 @@ Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_str
     int64_t width = is_few && !columns ? PAIR : most(PAIR, least(is_few ? MOST_FEW : MOST_WIDTH, share));
     if (!columns && !shares_rows(layer) && !folds(layer))
         width = most(PAIR, least(width, MOST_SCALES / row_groups(layer) * PAIR));
-    // as measured: vectors multiply many rows from the first cache
+    // vectors multiply many rows faster if the codes fit into the first-level cache
     const bool is_deep = is_few ? !by_tiles && !columns : by_tiles;
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features
                                                                    ? deep
                                                                    : most(size, deep / size * size);
     const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
-    // others take no longer across them
+    // other products read words across cache lines at no cost
     const bool by_lines = layer.kind == GPTQ && rows <= HALF && is_unstored(layer, rows, by_tiles);
     const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
     return {&layer, packed, factors, rows, depth, lead, outputs, y, y_stride, dtype,

@@ -1,14 +1,14 @@
 // Codes as bfloat16. Included by bfloat16.h, in its namespace.
 //
-// [32 channels][two tiles]: the codes of a pair's outputs, a left factor where they are rows and a right one
-// where they are columns.
+// Layout: [32 channels][two tiles], the codes of a pair's outputs. They are a left factor if codes are rows,
+// and a right factor if codes are columns.
 
 inline uint16_t short_of(float value) { return (uint16_t)(as_bits(value) >> 16); }
 
-// The bfloat16 of the 128 codes without a sign of a float of 8 bits.
+// The bfloat16 values of the 128 non-negative codes of an 8-bit float.
 struct Bytes {
-    alignas(64) uint8_t high[128];  // higher byte of each
-    alignas(64) uint8_t low[128];   // lower byte of each
+    alignas(64) uint8_t high[128];  // higher byte of each value
+    alignas(64) uint8_t low[128];   // lower byte of each value
     explicit Bytes(int kind) {
         for (int code = 0; code < 128; code++) {
             const uint16_t value = short_of(code_value((uint8_t)code, kind));
@@ -29,13 +29,13 @@ typedef int Integers;
 static int all_integers() { return 0; }
 #endif
 
-// NIBBLES less zero points.
+// Kind of NIBBLES whose zero points are subtracted, after the values of Kind.
 const int ZEROED = 16;
 
-// What codes are looked up in: it stays in registers.
+// Lookup table of codes, kept in registers.
 #if defined(HFQ_AMX)
 template <int KIND> struct Table {
-    __m512i high[2];  // higher bytes of 128 bfloat16; of integers and NIBBLES 32 whole ones in the first
+    __m512i high[2];  // higher bytes of 128 bfloat16; of integers and NIBBLES, 32 whole bfloat16 in [0]
     __m512i low[2];   // lower bytes of 128 bfloat16
     explicit Table(const Layer &layer) {
         if (KIND == ZEROED) high[0] = all_integers();
@@ -50,13 +50,13 @@ template <int KIND> struct Table {
 };
 #else
 template <int KIND> struct Table {
-    const Layer &layer;  // whose codes are unpacked
-    int16_t order[64];   // which of 64 channels is the i-th (find_order)
+    const Layer &layer;  // layer whose codes are unpacked
+    int16_t order[64];   // order of 64 channels (find_order)
     explicit Table(const Layer &of) : layer(of) { find_order(of, order); }
 };
 #endif
 
-// 64 codes of a row, from `p`, as rows of two tiles; `shift` is added to codes that have a zero point.
+// Unpacks 64 codes of a row, from `p`, to rows of two tiles; `shift` is added to codes with a zero point.
 template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, const char *p, int shift,
                                                       char *first, char *second) {
 #if defined(HFQ_AMX)
@@ -80,7 +80,7 @@ template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, 
         const __m512i codes = _mm512_loadu_si512(p),
                       low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
         __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
-        // or the codes' signs
+        // ORs the signs of the codes
         high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);
         _mm512_store_si512(first, _mm512_unpacklo_epi8(low, high)),
             _mm512_store_si512(second, _mm512_unpackhi_epi8(low, high));
@@ -101,26 +101,26 @@ template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, 
 #endif
 }
 
-// What is added to a row's codes, from channel k on, to find them among all_integers.
+// Offset from a row's codes, from channel k on, to their places in all_integers.
 template <int KIND> static HFQ_INLINE int shift_of(const Layer &layer, int64_t n, int64_t k) {
     return KIND == ZEROED
                ? 16 - (int)row_zero(layer, n, k / layer.block_in) - (layer.row_zeros == OUTPUT_WORDS ? 8 : 0)
                : 0;
 }
 
-// Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for,
-// by where they end: the line that they begin in was asked for with those before them.
+// Unpacks channels [k, k + length) of rows [n, n + count). Codes `lead` bytes ahead are prefetched by the
+// line of their end, since the line of their start was prefetched with the codes before them.
 template <int KIND> static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
                                             int64_t length, int64_t lead, char *out) {
     const int64_t line = KIND == NIBBLES || KIND == ZEROED ? 32 : 64, whole = length / 128 * 128;
     const Table<KIND> table(layer);
     const char *row = layer.codes + n * layer.row_nbytes + k / 64 * line;
-    // beyond the last, the last again
+    // rows beyond the last repeat the last
     for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {
         char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
         const char *codes = row;
         int64_t i = 0;
-        // a line that codes before these lie in, too, may have left the second cache
+        // the line is shared with earlier codes and may have left the second-level cache
         __builtin_prefetch(row + ROWS_AHEAD * layer.row_nbytes);
         for (; i < whole; i += 128, codes += 2 * line, to += 8 * amx::TILE) {
             HFQ_UNROLL
@@ -144,9 +144,9 @@ template <int KIND> static void unpack_rows(const Layer &layer, int64_t n, int64
     }
 }
 
-// The largest exponent among up to 16 groups of a row, a step's, of scales that are powers of two. They are
-// folded as parts of it, and it is the scale of the sums: a weight of any size is a normal number in its
-// tile.
+// Largest exponent of the scales, powers of two, of up to 16 groups of a row in a step. The largest scale is
+// applied to the sums, and codes are multiplied by the scales relative to it. Weights of any magnitude are
+// then normal numbers in a tile.
 inline int largest_exponent(const char *scales, int64_t count) {
 #if defined(HFQ_AMX)
     __m128i largest = _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), scales);
@@ -162,13 +162,13 @@ inline int largest_exponent(const char *scales, int64_t count) {
 #endif
 }
 
-// The scale of a group that is folded into its codes, but for what all of them share.
+// The scale that a group's codes are multiplied by, without the factor that is applied to sums.
 inline float folded_scale(const Layer &layer, int64_t place, int largest) {
     if (layer.scale_dtype != E8M0) return code_value((uint8_t)layer.scales[place], E4M3);
     return as_float((uint32_t)most(127 + (uint8_t)layer.scales[place] - largest, 0) << 23);
 }
 
-// What the sums of a pair's rows are multiplied with.
+// Writes the scales of the sums of a pair's rows.
 inline void find_unfolded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length,
                           float *scales) {
     const int64_t first = k / layer.block_in, groups = (length + layer.block_in - 1) / layer.block_in;
@@ -184,7 +184,7 @@ inline void find_unfolded(const Layer &layer, int64_t n, int64_t count, int64_t 
 }
 
 #if defined(HFQ_AMX)
-// Up to 16 of them.
+// Returns up to 16 folded scales.
 static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_t count, int largest) {
     const __m128i bytes =
         _mm_maskz_loadu_epi8((__mmask16)((1u << least(count, 16)) - 1), layer.scales + place);
@@ -203,14 +203,14 @@ static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_
 #endif
 
 #if defined(HFQ_AMX)
-// The 16 values times each of two scales.
+// Multiplies the 16 values by each of two scales.
 static HFQ_INLINE __m512i scaled_values(__m512 values, const float *scales) {
     return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(values, _mm512_set1_ps(scales[1])),
                                         _mm512_mul_ps(values, _mm512_set1_ps(scales[0])));
 }
 #endif
 
-// As unpack_rows, of nibbles with their scales.
+// Unpacks rows of nibbles, multiplied by their scales; otherwise as unpack_rows.
 static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length,
                           int64_t lead, char *out) {
     const char *row = layer.codes + n * layer.row_nbytes + k / 2;
@@ -218,8 +218,8 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
 #if defined(HFQ_AMX)
     const __m512 values = _mm512_loadu_ps(layer.values);
     const bool is_short = layer.block_in == 16;
-    const int shift = is_short ? 4 : 5;  // of channels to their groups
-    alignas(64) int16_t tables[32];  // which of the groups' values a byte's codes stand for, times 16
+    const int shift = is_short ? 4 : 5;  // log2 of the channels per group
+    alignas(64) int16_t tables[32];  // 16 times the group of each byte's codes
     for (int i = 0; i < 32; i++) tables[i] = (int16_t)(i >> (shift - 1) << 4);
     const __m512i fifteen = _mm512_set1_epi16(15), groups_of = _mm512_load_si512(tables);
 #else
@@ -231,7 +231,7 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
         const int64_t place = (n + least(r, count - 1)) * layer.scale_stride + start;
         const int largest = layer.scale_dtype == E8M0 ? largest_exponent(layer.scales + place, groups) : 0;
 #if defined(HFQ_AMX)
-        alignas(64) float factors[MOST_DEPTH / 16 + 3];  // and what the last codes may read beyond them
+        alignas(64) float factors[MOST_DEPTH / 16 + 3];  // the last codes may read 3 floats beyond
         _mm512_store_ps(factors, folded_scales(layer, place, groups, largest));
         factors[16] = factors[17] = factors[18] = 0;
 #endif
@@ -270,20 +270,19 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
     }
 }
 
-// A tile's 32 channels of 16 columns, of which `count` are there; `zeros` are taken off. `rows` of words are
-// there.
+// The words of a tile's 32 channels and 16 columns. Words outside `rows` and `mask` are read as zeros.
 #if defined(HFQ_AMX)
 struct Columns {
     const char *words;  // address of the first word
-    int64_t pitch;      // bytes from a row of words to the next
-    int64_t rows;       // rows of words that are there
-    __mmask16 mask;     // bit per column that is there
+    int64_t pitch;      // bytes from one row of words to the next
+    int64_t rows;       // rows of words that exist
+    __mmask16 mask;     // bit per column that exists
     HFQ_INLINE __m512i word(int64_t row) const {
         return row < rows ? _mm512_maskz_loadu_epi32(mask, words + row * pitch) : _mm512_setzero_si512();
     }
 };
 
-// Pairs of integers less than 256 as pairs of bfloat16, less their zero points.
+// Subtracts zero points from pairs of integers below 256, and converts them to pairs of bfloat16.
 static HFQ_INLINE __m512i whole(__m512i pairs, __m512i zeros) {
     const __m512 low =
         _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)), zeros));
@@ -291,8 +290,8 @@ static HFQ_INLINE __m512i whole(__m512i pairs, __m512i zeros) {
     return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
 }
 
-// What a word's codes are made bfloat16 with: for each column 16 less its zero point in every byte, or the
-// zero point.
+// Operand that converts a word's codes to bfloat16: for each column, 16 minus its zero point in every byte,
+// or, for 8 bits, the zero point.
 template <int BITS> static HFQ_INLINE __m512i shifts_of(const float *zeros) {
     const __m512i zero = _mm512_cvtps_epi32(_mm512_loadu_ps(zeros));
     return BITS == 8 ? zero
@@ -300,13 +299,13 @@ template <int BITS> static HFQ_INLINE __m512i shifts_of(const float *zeros) {
                                           _mm512_set1_epi32(0x01010101));
 }
 
-// Words of a column that hold whole codes, and pairs of channels in them.
+// Words of a column that contain only whole codes, and pairs of channels in them.
 template <int BITS> constexpr int UNIT = BITS == 3 ? 3 : 1;
 template <int BITS> constexpr int PAIRS = BITS == 3 ? 16 : 16 / BITS;
 
-// The pairs of channels of 16 columns' words: codes of the first half of the channels, and of the second.
-// Bytes hold a code each; where pairs are looked up that is done by the lower byte of each half of a word,
-// and then by the upper one.
+// Unpacks words of 16 columns to pairs of channels. A pair has a code of the first half of the channels and
+// one of the second. Codes are first unpacked to bytes. Table lookups use the lower byte of each half of a
+// word, and then the upper byte.
 template <int BITS>
 static HFQ_INLINE void unpack_pairs(const __m512i *words, __m512i shifts, __m512i table, __m512i *pairs) {
     if constexpr (BITS == 8) {
@@ -332,7 +331,7 @@ static HFQ_INLINE void unpack_pairs(const __m512i *words, __m512i shifts, __m512
             pairs[i] = _mm512_permutexvar_epi16(_mm512_add_epi16(both_codes, both), table);
         }
     } else {
-        const int each = 8 / BITS;  // codes of a byte
+        const int each = 8 / BITS;  // codes per byte
         const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
         HFQ_UNROLL
         for (int i = 0; i < each; i++) {
@@ -357,16 +356,16 @@ static HFQ_INLINE void unpack_words(const Columns &from, const float *zeros, __m
     }
 }
 
-// What is added to AWQ's codes of 16 columns, less their zero points, to find them among all_integers.
+// Offsets from AWQ's codes of 16 columns to the places of codes minus zero points in all_integers.
 static HFQ_INLINE __m512i awq_shifts(const float *zeros) {
     return _mm512_mullo_epi32(
         _mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtps_epi32(_mm512_loadu_ps(zeros))),
         _mm512_set1_epi32(0x10001));
 }
 
-// AWQ's: two channels of a pair's columns, whose words hold eight of them. The channels' words, in turns by
-// their halves, are those of the even columns and of the odd ones; each shifted by its own nibbles gives
-// pairs of channels.
+// Unpacks two channels of a pair's columns of AWQ, whose words contain eight columns. Interleaving the halves
+// of both channels' words separates even and odd columns. Shifting each copy by its nibble makes pairs of
+// channels.
 static HFQ_INLINE void unpack_awq_pairs(const char *words, int64_t pitch, bool are_two, __mmask8 there,
                                         const __m512i *added, __m512i table, __m512i *pairs) {
     const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12),
@@ -383,7 +382,7 @@ static HFQ_INLINE void unpack_awq_pairs(const char *words, int64_t pitch, bool a
     }
 }
 
-// 32 channels of a pair's columns.
+// Unpacks 32 channels of a pair's columns of AWQ.
 static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows, int64_t columns,
                                   const float *zeros, __m512i table, char *out) {
     const __mmask8 there = (__mmask8)((1u << (columns + 7) / 8) - 1);
@@ -396,14 +395,14 @@ static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows
 }
 #endif
 
-// The scales and zero points of a pair's columns of a group.
+// Unpacks the scales and zero points of a group for a pair's columns.
 inline void find_group(const Layer &layer, int64_t group, int64_t n, int64_t count, float *scales,
                        float *zeros) {
     avx512::group_scales(layer, group, n, count, scales, PAIR);
     avx512::group_zeros(layer, group, n, count, zeros, PAIR);
 }
 
-// 32 channels, of which `codes` are there, of 16 columns, of which `count` are.
+// Unpacks a tile of 32 channels and 16 columns; `codes` channels and `count` columns exist.
 template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64_t n, int64_t count,
                                                        int64_t k, int64_t codes, int64_t lead,
                                                        const float *zeros, const Integers &table, char *out) {
@@ -439,8 +438,8 @@ template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64
 #endif
 }
 
-// AWQ's words of a part's columns, for `length` channels, one row after the other: where they lie they share
-// few places of the first cache.
+// Copies AWQ's words of a part's columns and `length` channels to contiguous rows. In the checkpoint, they
+// share few sets of the first-level cache.
 static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, int64_t length, int64_t lead,
                        char *out) {
     const int64_t pitch = layer.row_nbytes, nbytes = up(width, 8) / 2;
@@ -452,7 +451,7 @@ static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, 
     }
 }
 
-// As unpack_rows: of columns, the channels of one group. AWQ's are at `words`, of a row of MOST_FEW.
+// Unpacks channels of one group of columns. AWQ's words are read from `words`, in rows of MOST_FEW columns.
 template <int BITS> static void unpack_columns(const Layer &layer, int64_t n, int64_t count, int64_t k,
                                                int64_t length, int64_t lead, const float *zeros,
                                                const char *words, char *out) {

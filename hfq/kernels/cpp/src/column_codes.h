@@ -1,15 +1,15 @@
-// Columns, GPTQ's bit streams and AWQ's words: how they are decoded. Included by instruction_set.h in the
+// Decoding of columns: GPTQ's bit-packed words and AWQ's words. Included by instruction_set.h in the
 // namespace of each instruction set.
 //
-// 32 codes of a column take BITS words, one below the other; W neighbouring columns are decoded at once.
+// 32 codes of a column occupy BITS words, one per row of words. W neighboring columns are decoded together.
 
-// Where a code is among its 32.
+// Position of a code among 32 codes.
 template <int BITS, int CODE> struct Place {
-    static const int word = CODE * BITS / 32;                      // words from the first
-    static const int shift = CODE * BITS % 32;                     // bits from the word's lowest
-    static const bool straddles = shift + BITS > 32;               // whether it goes on in the next word
-    static const bool is_high = shift + BITS > 31;                 // whether it has the word's highest bit
-    // log2 of what it is too large by unless shifted down
+    static const int word = CODE * BITS / 32;                      // word index
+    static const int shift = CODE * BITS % 32;                     // bits above the lowest bit of the word
+    static const bool straddles = shift + BITS > 32;               // true: it continues in the next word
+    static const bool is_high = shift + BITS > 31;                 // true: it has the highest bit of the word
+    // log2 of the factor of a value that is not shifted down
     static const int exponent = straddles || is_high ? 0 : shift;
 };
 template <int BITS, int CODE, bool SHIFTED>
@@ -25,10 +25,10 @@ static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
     return to_float(word & (mask << P::shift));
 }
 
-// The least number of codes that take whole words: those of one word, or all 32 where some lie in two words.
+// The least number of codes that fill whole words: those of one word, or all 32 if some straddle words.
 template <int BITS> constexpr int unit() { return 32 % BITS == 0 ? 32 / BITS : 32; }
 
-// [codes][W] floats of one column vector.
+// Decodes codes of W columns to floats [codes][W].
 template <int BITS, int CODE>
 static HFQ_INLINE void spread_codes(const char *words, int64_t pitch, float *out) {
     if constexpr (CODE < unit<BITS>()) {
@@ -40,7 +40,7 @@ template <int BITS> static void decode_words(const char *words, int64_t pitch, i
     for (int64_t c = 0; c < codes; c += unit<BITS>())
         spread_codes<BITS, 0>(words + c * BITS / 32 * pitch, pitch, out + c * W);
 }
-// AWQ: a word, or two, for each code.
+// Decodes AWQ, with one word, or two, per row of codes.
 static void decode_awq(const char *words, int64_t pitch, int64_t codes, float *out) {
     vu shifts;
     for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(4 * awq_place(j % 8));
@@ -64,7 +64,7 @@ static Decode decoder(const Layer &layer) {
                        : decode_words<8>;
 }
 
-// The scales of `count` columns of a group, padded with zeros to `wide` columns.
+// Reads the scales of `count` columns of a group, padded with zeros to `wide` columns.
 static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out,
                          int64_t wide) {
     int64_t place = group * layer.out_features + n, i = 0;
@@ -77,17 +77,17 @@ static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t c
     for (; i < wide; i++) out[i] = 0;
 }
 
-// Zero points of W columns, which begin with a whole byte, from their packed words.
+// Unpacking of the zero points of W columns. The first column must begin with a byte.
 struct Zeros {
-    const int bits;  // per zero point
-    vu added;        // what is added to whole words
-    vu shifts;       // bits to shift each lane's word by
-    vu mask;         // bits of a zero point
-    vu more;         // what is added to a zero point
-    vu kept;         // bits that are left after that
+    const int bits;  // bits per zero point
+    vu added;        // offset added to whole words
+    vu shifts;       // shift of each lane's word in bits
+    vu mask;         // mask of a zero point
+    vu more;         // offset added to a zero point
+    vu kept;         // mask of a zero point after the offset
     HFQ_INLINE Zeros(const Layer &layer) : bits(layer.bits) {
         const uint32_t most_value = (1u << bits) - 1;
-        vu places, of_awq;  // known when this is compiled
+        vu places, of_awq;  // compile-time constants
         for (int j = 0; j < W; j++) places[j] = j % 8, of_awq[j] = (uint32_t)(4 * awq_place(j % 8));
         shifts = layer.kind == AWQ ? of_awq : bits == 8 ? (vu){} : places * (uint32_t)bits;
         added = (vu){} + (layer.zero_reading == WORD_PLUS_ONE ? word_ones(4) : 0);
@@ -108,9 +108,9 @@ struct Zeros {
         if (W > 8) words = (words & first) | (((vu){} + eight(bytes + bits)) & ~first);
         return fields(words);
     }
-    // The columns from n on whose zero points can be taken.
+    // Returns the number of columns from n on that `take` supports.
     static HFQ_INLINE int64_t whole(const Layer &layer, int64_t n, int64_t count) {
-        // there one is added to 32 bits
+        // WORD_PLUS_ONE adds to 32 bits; for other than 4 bits, `take` reads fewer
         return n % 8 == 0 && (layer.zero_reading != WORD_PLUS_ONE || layer.bits == 4) ? count / W * W : 0;
     }
 };
@@ -126,7 +126,7 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
     for (; i < wide; i++) out[i] = 0;
 }
 
-// Zero points of a group's columns as integers; of four bits eight vectors' at once.
+// Unpacks zero points of a group's columns as integers; of 4 bits, eight vectors together.
 static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, int32_t *out,
                           int64_t wide) {
     const char *row = layer.zeros + 4 * group * layer.zero_words + n * layer.bits / 8;
@@ -146,12 +146,12 @@ static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t 
     for (; i < wide; i++) out[i] = 0;
 }
 
-// The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last
-// column, or the end of a group, is copied and padded.
+// The words of up to CHUNK codes [k, k + codes) of neighboring columns. If the last column or the end of a
+// group cuts them off, they are copied and padded with zeros.
 struct Words {
     const char *at;            // address of the first word
-    int64_t pitch;             // bytes from a row of words to the next
-    char copy[CHUNK * 4 * W];  // bytes of words that were copied
+    int64_t pitch;             // bytes from one row of words to the next
+    char copy[CHUNK * 4 * W];  // copied words
     HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns,
                          int64_t most_columns, int64_t most_codes) {
         int64_t rows = codes, nbytes = columns / 2, wide = most_columns / 2;
@@ -170,7 +170,7 @@ struct Words {
     }
 };
 
-// CHUNK codes of W columns, or of AWQ the next four codes of 8 * W columns: four codes of a column to a lane.
+// Unpacks CHUNK codes of W columns, or four codes of 8 * W columns of AWQ. A lane has four codes of a column.
 template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pitch, vb *out) {
     if constexpr (BITS == 0) {
         vu row[4];
@@ -186,8 +186,8 @@ template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pit
             out[4 * part] = low_pairs(a, b), out[4 * part + 1] = high_pairs(a, b);
             out[4 * part + 2] = low_pairs(c, d), out[4 * part + 3] = high_pairs(c, d);
         }
-    } else if constexpr (BITS == 3) {  // 24 bits hold eight codes: first the first, second and third bytes of
-                                       // all four such
+    } else if constexpr (BITS == 3) {  // eight codes are 24 bits; first collects the first, second, and third
+                                       // bytes of the four runs of 24 bits
         vu w0 = load<vu>(words), w1 = load<vu>(words + pitch), w2 = load<vu>(words + 2 * pitch),
            low = (vu){} + 0xFFu;
         vu a = (w0 & low) | (w0 >> 16 & 0xFF00u) | (w1 & 0xFF0000u) | (w2 << 16 & 0xFF000000u);

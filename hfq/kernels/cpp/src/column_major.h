@@ -1,16 +1,16 @@
-// Products with columns, and panels of them. Included by instruction_set.h in the
-// namespace of each instruction set.
+// Products with columns, and panels of them. Included by instruction_set.h in the namespace of each
+// instruction set.
 
-// Which halves of a chunk have lowest limbs other than zero. Activations of bfloat16 have them where they are
-// below 2**-7 of a span's largest, and then often alone.
+// Returns a bit mask of the halves of a chunk with nonzero lowest limbs. Only bfloat16 activations below
+// 2**-7 of a span's largest have such limbs, and such activations are often isolated.
 static HFQ_INLINE int lowest_limbs(const char *limbs) {
     uint64_t words[4];
     __builtin_memcpy(words, limbs + (LIMBS - 1) * CHUNK, sizeof(words));
     return (words[0] | words[1] ? 1 : 0) | (words[2] | words[3] ? 2 : 0);
 }
 
-// Four vectors of a chunk's codes times one of their limbs; of eight bits, the halves each by itself: int16
-// holds no more.
+// Multiplies four vectors of a chunk's codes by one of their limbs. 8-bit codes are multiplied in two halves,
+// since sums of whole products would overflow int16.
 template <int BITS>
 static HFQ_INLINE void add_half(const vb *codes, const char *limbs, vs &first, vs &second) {
     HFQ_UNROLL
@@ -22,7 +22,7 @@ static HFQ_INLINE void add_half(const vb *codes, const char *limbs, vs &first, v
     }
 }
 
-// A chunk of codes times the limbs of its activations, of which the halves in `lowest` have lowest ones.
+// Multiplies a chunk of codes by the limbs of its activations; `lowest` marks the halves with lowest limbs.
 template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *limbs, int lowest,
                                                      int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1;
@@ -43,7 +43,7 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
     store(low, load<vi>(low) + (sum[1] + sum[2]));
 }
 
-// As add_chunk, for the codes of two column vectors, straight from their words, and the first COUNT limbs.
+// The same as add_chunk for two column vectors, read from their words, and the first COUNT limbs.
 template <int BITS, int COUNT> static HFQ_INLINE void add_two(const char *words, int64_t pitch,
                                                               const char *limbs, int32_t *high,
                                                               int32_t *low) {
@@ -72,7 +72,7 @@ template <int BITS, int COUNT> static HFQ_INLINE void add_two(const char *words,
     store(low, load<vi>(low) + low_a), store(low + W, load<vi>(low + W) + low_b);
 }
 
-// add_two along a row of words; returns the columns that were taken.
+// Calls add_two along a row of words. Returns the number of columns multiplied.
 template <int BITS, int COUNT> static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch,
                                                                    const char *limbs, int64_t count,
                                                                    int32_t *high, int32_t *low) {
@@ -87,7 +87,7 @@ template <int BITS, int COUNT> static HFQ_INLINE int64_t add_pairs(const char *w
     return i;
 }
 
-// As add_chunk, for four codes of 8 * W columns of AWQ: vector by vector.
+// The same as add_chunk for four codes of 8 * W columns of AWQ, vector by vector.
 template <int COUNT>
 static HFQ_INLINE void add_awq_limbs(const vb *codes, const char *limbs, int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
@@ -107,9 +107,9 @@ static HFQ_INLINE void add_awq(const vb *codes, const char *limbs, int32_t *high
     else add_awq_limbs<LIMBS - 1>(codes, limbs, high, low);
 }
 
-// The column whose sum is the i-th of 8 * W of AWQ's: they come out in the order that they are unpacked in.
+// The order of AWQ's sums, which is that of unpacking: the column of each of 8 * W sums.
 struct AwqOrder {
-    uint8_t column[8 * W];  // column, from the first of 8 * W on, of each sum
+    uint8_t column[8 * W];  // column of each sum, among 8 * W
     constexpr AwqOrder() : column() {
         const int first[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
         for (int i = 0; i < 8 * W; i++) {
@@ -120,7 +120,7 @@ struct AwqOrder {
 };
 static constexpr AwqOrder awq_order;
 
-// sum over the chunks of a span of a group, for all columns of a tile.
+// Adds the products of a span of a group for all columns of a tile.
 template <int BITS> static void add_span(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n,
                                          int64_t count, int64_t k, int64_t stop, const char *limbs,
                                          int32_t *high, int32_t *low, int64_t wide) {
@@ -161,7 +161,7 @@ template <int BITS> static void add_span(const MatmulArgs &args, int64_t row, in
     }
 }
 
-// The results of a tile's columns, of which `skipped` are none; AWQ's have an order of their own.
+// Writes the results of a tile's columns, except the first `skipped`. AWQ's are in awq_order.
 static void put_columns(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t skipped,
                         int64_t count, const float *y, int64_t wide, bool is_awq) {
     for (int64_t m = 0; m < rows; m++, y += wide)
@@ -178,8 +178,8 @@ static void put_columns(const MatmulArgs &args, int64_t row, int64_t rows, int64
         }
 }
 
-// A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points
-// taken off, span by span.
+// Multiplies a pass of activation rows by the columns of a tile, as integers. Scales are applied and zero
+// points subtracted span by span.
 template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n,
                                              int64_t count, float *scratch) {
     const Layer &layer = *args.layer;
@@ -203,7 +203,7 @@ template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row
         for (int64_t s = 0; s < group_spans(layer); s++, span++) {
             int64_t k = start + s * SPAN,
                     chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
-            for (int64_t m = 0; m < rows; m++) {  // sums begin at what zero points take off them
+            for (int64_t m = 0; m < rows; m++) {  // sums start with the contribution of zero points
                 const int32_t *sums = args.totals + (row + m) * totals(layer) + 2 * span;
                 vu high_sum = (vu){} - (uint32_t)sums[0], low_sum = (vu){} - (uint32_t)sums[1];
                 for (int64_t i = 0; i < wide; i += W) {
@@ -226,7 +226,7 @@ template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row
     put_columns(args, row, rows, n, 0, count, y, wide, BITS == 0);
 }
 
-// Scales and zero points of all groups for the columns of a tile, [groups, wide] each.
+// Unpacks scales and zero points of all groups for the columns of a tile, [groups, wide] each.
 static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wide, float *scales,
                        float *zeros) {
     for (int64_t group = 0; group < layer.groups; group++) {
@@ -235,19 +235,18 @@ static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wid
     }
 }
 
-// What a tile of scattered groups is multiplied with: scales and zero points, [groups, wide] each, and up to
-// 32 codes of each vector.
+// Operands of a tile with scattered groups.
 struct Scattered {
-    int64_t wide;        // columns of the tile, up to whole vectors
-    int64_t codes;       // codes of each column, up to 32
-    int64_t places[32];  // index in `scales` and `zeros` of each code's group
-    float *scales;       // float32 [groups, wide]
+    int64_t wide;        // columns of the tile, rounded up to whole vectors
+    int64_t codes;       // codes per column, up to 32
+    int64_t places[32];  // offset in `scales` and `zeros` of each code's group
+    float *scales;       // scales, float32 [groups, wide]
     float *zeros;        // zero points, float32 [groups, wide]
     float *decoded;      // codes of each vector of columns, float32 [32, W]
 };
 
-// sums[v * W] += up to 32 codes of each of VECTORS column vectors, from column i of the tile on, times ROWS
-// activation rows.
+// Multiplies up to 32 codes of VECTORS column vectors, from column i of the tile, by ROWS activation rows,
+// and adds to sums.
 template <int ROWS, int VECTORS> static HFQ_INLINE void add_scattered(const Scattered &of, int64_t i,
                                                                       const float *x, int64_t stride,
                                                                       float *sums) {
@@ -272,8 +271,8 @@ template <int ROWS, int VECTORS> static HFQ_INLINE void add_scattered(const Scat
         for (int v = 0; v < VECTORS; v++) store(sums + m * of.wide + v * W, sum[m][v]);
 }
 
-// Each code with the scale and zero point of its own group; of one activation row several vectors at a time,
-// since a sum waits for itself.
+// Multiplies a tile with the scale and zero point of each code's group. For one activation row, several
+// vectors are multiplied together, so that independent sums hide latency.
 template <int ROWS>
 static void scattered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *args.layer;
@@ -322,7 +321,7 @@ static void multiply_columns(const MatmulArgs &args, int64_t n, int64_t count, f
     }
 }
 
-// The columns of a part, of a sorted layer strip by strip.
+// Multiplies the columns of a part; sorted layers strip by strip.
 template <void (*MULTIPLY)(const MatmulArgs &, int64_t, int64_t, float *)>
 static void multiply_strips(const MatmulArgs &args, int64_t part, float *scratch) {
     const Layer &layer = *args.layer;

@@ -1,6 +1,6 @@
 // Features of the processor, and registers that the system saves per thread, detected once. The compiler's
-// __builtin_cpu_supports is not used, since some runtimes answer wrongly (zig's does not know AVX-512). Included
-// by the other sources in this folder.
+// __builtin_cpu_supports is not used, since some runtimes answer wrongly (zig's does not know AVX-512).
+// Included by the other sources in this folder.
 //
 // Positions of the bits: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2A, CPUID.
 

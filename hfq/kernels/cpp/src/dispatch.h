@@ -185,8 +185,9 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
     return 0;
 }
 
-// True if integers would be multiplied, were all activations finite. With integers, a row's bits do not depend
-// on the other rows. A row that is not finite must not change them, so rows are then computed one by one.
+// True if integers would be multiplied, were all activations finite. With integers, a row's bits do not
+// depend on the other rows. A row that is not finite must not change them, so rows are then computed one by
+// one.
 bool has_faulty_rows(const MatmulArgs &args) {
     return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows);
 }
@@ -217,8 +218,8 @@ bool is_dotted(const Layer &layer, int64_t rows) {
     return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST);
 }
 
-// The fewest rows that are multiplied in bfloat16. Without tiles, integers are faster for few rows if they take
-// less time to unpack.
+// The fewest rows that are multiplied in bfloat16. Without tiles, integers are faster for few rows if they
+// take less time to unpack.
 int64_t least_short(const Layer &layer) {
     if (uses_tiles() || !has_integers(layer, 1)) return 2;
     if (!has_columns(layer)) return LIMB_ROWS + 1;
@@ -226,8 +227,9 @@ int64_t least_short(const Layer &layer) {
 }
 #endif
 
-// True if activations are multiplied in bfloat16, by tiles or vectors. This holds for bfloat16, and for enough
-// rows of float16: each is the sum of two rows of bfloat16, which for few rows take longer than integers.
+// True if activations are multiplied in bfloat16, by tiles or vectors. This holds for bfloat16, and for
+// enough rows of float16: each is the sum of two rows of bfloat16, which for few rows take longer than
+// integers.
 bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (!short_forms || level() < 2 || !has_short() || dtype == F32) return false;

@@ -1,8 +1,8 @@
 // Included by kernels.cpp once for each instruction set, with HFQ_ISA (0 scalar, 1 AVX2, 2 AVX-512) and
 // HFQ_ISA_NAME, its namespace.
 //
-// The headers below must not call functions of the standard library: the linker might keep a copy that was
-// compiled for another instruction set.
+// The headers below must not call functions of the standard library, which might be compiled for another
+// instruction set.
 
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
 #ifdef __clang__

@@ -1,10 +1,10 @@
-// Integer products of int8 activations by an int8 weight that lies as nn.Linear has it; a plain C interface,
+// Integer products of int8 activations and an int8 weight in nn.Linear's layout. The interface is plain C,
 // loaded by ctypes.
 //
-// AVX2 without VNNI has one exact way: codes are widened to 16 bits and multiplied in pairs into 32
-// (vpmaddwd). The shorter way by 8 bits (vpmaddubsw) saturates at 16. Dot products of bytes (AVX-512 VNNI)
-// and Intel's tiles (AMX) sum in 32 bits; where they are, they take every product. Sums are exact for fewer
-// than 2**17 inputs, so that neither order nor threads matter.
+// AVX2 without VNNI has one exact way: codes are widened to 16 bits, and pairs of products are summed in 32
+// bits (vpmaddwd). The shorter way with 8-bit codes (vpmaddubsw) saturates at 16 bits. Dot products of bytes
+// (AVX-512 VNNI) and Intel's tiles (AMX) sum in 32 bits, and compute every product if the processor has them.
+// Sums are exact for fewer than 2**17 inputs, so results do not depend on the order or the threads.
 
 #include <pthread.h>
 
@@ -27,7 +27,7 @@ namespace {
 #include "int8_avx2.h"
 #include "int8_avx512.h"
 
-// The best that there is, up to `most`.
+// Returns the best engine of the processor, up to `most`.
 Engine engine_of(int most) {
     if (most >= (int)Engine::tiles && has_tiles()) return Engine::tiles;
     if (most >= (int)Engine::dots && has_dots()) return Engine::dots;
@@ -50,14 +50,14 @@ Level level_of(int most) {
 
 #include "int8_plans.h"
 
-// Output features are cut into parts, and whoever is free takes the next.
+// Output features, divided into parts; each free thread takes the next one.
 struct Parts {
-    const MatmulArgs &args;  // what is multiplied
-    const Level &level;      // by what
-    const Scaling &scaling;  // what becomes of the sums
+    const MatmulArgs &args;  // arguments of the product
+    const Level &level;      // functions of the engine
+    const Scaling &scaling;  // scaling of the sums
     int64_t count;           // number of parts
-    int64_t next;            // number of the next part that nobody has taken
-    int64_t threads;         // threads that have begun
+    int64_t next;            // number of the next part to take
+    int64_t threads;         // threads that have started
 
     int64_t first(int64_t part, int64_t multiple) const {
         const int64_t out = args.out_features;
@@ -88,15 +88,15 @@ void take_parts(void *argument) {
     }
 }
 
-// Activations are packed, and rounded unless `rows` is null, in blocks of 16 rows for tiles and in groups for
-// dot products.
+// Packing of activations, which are also rounded unless `rows` is null: in blocks of 16 rows for tiles, in
+// groups for dot products.
 struct Packing {
-    const MatmulArgs &args;  // of which `packed` and `offsets` are written
-    const Level &level;      // what rounds
-    const Rows *rows;        // activations to round; null where `args` has codes
-    float *scales;           // scale of each row, written where `rows` is given
+    const MatmulArgs &args;  // arguments of the product; `packed` and `offsets` are written
+    const Level &level;      // functions of the engine
+    const Rows *rows;        // activations to round; null if `args` has codes
+    float *scales;           // scale of each row; written if `rows` is not null
     int64_t count;           // number of blocks or groups
-    int64_t next;            // number of the next that nobody has taken
+    int64_t next;            // number of the next block or group to take
 
     void scale(int64_t m) const {
         const int64_t in = args.in_features, start = m * rows->stride;
@@ -105,7 +105,7 @@ struct Packing {
                                           : level.amplitude((const float *)rows->x + start, in, 0));
     }
 
-    // At most CHUNK channels of a row as codes, in `codes` where they have to be rounded.
+    // Returns at most CHUNK channels of a row as codes; rounded codes are written to `codes`.
     const int16_t *codes(int64_t m, int64_t k, int64_t width, float *wide, int16_t *codes) const {
         if (!rows) return args.activations + m * args.in_features + k;
         level.round(rows->values(level, m, k, width, wide), width, scales[m], codes);
@@ -158,13 +158,13 @@ void take_packing(void *argument) {
     }
 }
 
-// GOMP_parallel of torch's OpenMP runtime, whose threads are awake and would be in the way of others (see
-// threads.h), or null.
+// GOMP_parallel of torch's OpenMP runtime, or null. Its threads stay awake and would compete with others (see
+// threads.h).
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;
 pthread_once_t team_once = PTHREAD_ONCE_INIT;
 
-void forget_team() { team = nullptr; }  // in the child of a fork it has no threads, and waits for them
+void forget_team() { team = nullptr; }  // the child of a fork has no threads, and its runtime would wait for them
 void watch_forks() { pthread_atfork(nullptr, nullptr, forget_team); }
 
 void spread(void (*work)(void *), void *data, int64_t worth, int threads) {
@@ -172,17 +172,17 @@ void spread(void (*work)(void *), void *data, int64_t worth, int threads) {
     std::vector<std::thread> others;
     try {
         for (int64_t other = 1; other < worth; other++) others.emplace_back(work, data);
-    } catch (const std::exception &) {  // no more threads, or no memory: those that there are do all the work
+    } catch (const std::exception &) {  // too few threads or no memory: the existing threads do all the work
     }
     work(data);
     for (auto &other : others) other.join();
 }
 
 void run(const MatmulArgs &args, const Level &level, const Scaling &scaling, int threads) {
-    // products that pay for a thread
+    // number of threads worth waking for this many products
     int64_t worth = 1 + (args.rows * args.in_features * args.out_features >> (team ? 19 : 21));
     if (worth > threads) worth = threads;
-    // parts for each thread: those that others disturb take fewer
+    // parts per thread; a thread that is interrupted takes fewer of them
     const int64_t shares = level.engine == Engine::dots ? 8 : 2;
     Parts parts = {args, level, scaling, worth > 1 ? shares * worth : 1, 0, 0};
     spread(take_parts, &parts, worth, threads);
@@ -191,14 +191,14 @@ void run(const MatmulArgs &args, const Level &level, const Scaling &scaling, int
 void run_packing(const MatmulArgs &args, const Level &level, const Rows *rows, float *scales, int threads) {
     const int64_t count =
         level.engine == Engine::tiles ? blocks_of(args.rows) : DotPlan(args.rows, args.in_features).groups;
-    // values that pay for a thread
+    // number of threads worth waking for this many values
     int64_t worth = std::min(1 + (args.rows * args.in_features >> (team ? 16 : 18)), count);
     if (worth > threads) worth = threads;
     Packing packing = {args, level, rows, scales, count, 0};
     spread(take_packing, &packing, worth, threads);
 }
 
-// So many words, of what the caller keeps, from a line's beginning; null where there is no memory.
+// Returns words of the caller's scratch, aligned to a cache line; null if the allocation failed.
 int32_t *own_words(int64_t words) {
     words += 16;
     try {
@@ -209,11 +209,11 @@ int32_t *own_words(int64_t words) {
     return (int32_t *)(((uintptr_t)activation_scratch.data() + 63) / 64 * 64);
 }
 
-// What dot products and tiles keep, in words of 32 bits; nothing for others.
+// Scratch of dot products and tiles, in 32-bit words; none for the other engines.
 struct Room {
-    int64_t sums = 0;     // words for all threads' sums
+    int64_t sums = 0;     // words for the sums of all threads
     int64_t packed = 0;   // words for the packed activations
-    int64_t offsets = 0;  // words for the rows' offsets
+    int64_t offsets = 0;  // words for the offsets of the rows
 
     Room(Engine engine, int64_t rows, int64_t in_features, int threads) {
         if (engine < Engine::dots) return;
@@ -237,18 +237,18 @@ struct Room {
 
 extern "C" {
 
-// The threads to work on.
+// Sets the threads to use: GOMP_parallel of an OpenMP runtime, or null.
 void hfq_int8_use_team(Team wanted) {
     pthread_once(&team_once, watch_forks);
     team = wanted;
 }
 
-// The best engine that there is, by its number; dot products and tiles take any number of rows.
+// Returns the number of the best engine. Dot products and tiles support any number of rows.
 int hfq_int8_engine() { return (int)engine_of((int)Engine::tiles); }
 
-// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment;
-// activations are within int8's range. By the best engine up to `most`. Not 0 where there was no memory, and
-// nothing was computed.
+// Computes result[m, n] = sum of activations[m, k] * weight[n, k], by the best engine up to `most`. All
+// arrays are contiguous, at any alignment. Activations are within int8's range. Returns 0, or another value
+// if memory ran out and nothing was computed.
 int hfq_int8_product(const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows,
                      int64_t in_features, int64_t out_features, int threads, int most) {
     const Level level = level_of(most);
@@ -264,36 +264,38 @@ int hfq_int8_product(const int8_t *weight, const int16_t *activations, int32_t *
     return 0;
 }
 
-// `steps`, of `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all; that of
-// a row of activations is min(amplitude, bound) / top, or 1 where that is 0.
+// A weight and the rounding of its activations. The scales of the weight's rows, or of all rows, are `steps`
+// times `multiplier`. The scale of a row of activations is min(amplitude, bound) / top, or 1 if the amplitude
+// is 0.
 struct Weight {
     int64_t codes;         // address of the codes, int8 [out_features, in_features]
-    int64_t steps;         // address of the scales, but for `multiplier`
+    int64_t steps;         // address of the scales, without `multiplier`
     int64_t steps_count;   // number of scales: 1 or out_features
     int64_t steps_dtype;   // 0 float32, 1 bfloat16, 2 float16
     int64_t in_features;   // input channels
     int64_t out_features;  // outputs
     float multiplier;      // factor of `steps`
-    float top;             // what a row's amplitude is divided by for its scale
-    float bound;           // the most that amplitudes count as
+    float top;             // divisor of a row's amplitude for its scale
+    float bound;           // upper bound of amplitudes
 };
 
-// What is packed into one argument: a caller that converts many takes as long as the product by a small
-// layer.
+// Arguments of one product in one struct: ctypes would convert them one by one, which takes as long as the
+// product with a small layer.
 struct Product {
-    int64_t x;            // address of the activations, of which each row is contiguous
-    int64_t x_stride;     // elements from a row of x to the next
+    int64_t x;            // address of the activations; each row is contiguous
+    int64_t x_stride;     // elements from one row of x to the next
     int64_t y;            // address of the results, contiguous
-    int64_t is_bfloat16;  // 1 where x and y are bfloat16, 0 where they are float32
+    int64_t is_bfloat16;  // 1: x and y are bfloat16; 0: float32
     int64_t rows;         // rows of activations
-    int64_t threads;      // the most to use
+    int64_t threads;      // the most threads to use
     int64_t most;         // number of the best engine to use
 };
 
-// y = x rounded to int8 row by row, times the weight. Bit for bit what torch computes in float32 by the same
-// steps, by the best engine up to `most`. Not 0 where there was no memory, and nothing was computed. With dot
-// products and tiles, what is kept is a byte for each activation, of rows (with tiles) and channels filled up
-// to 16 and 64, a word or two for each row, and at most 512 KB of sums for each thread.
+// Rounds x to int8 row by row, and multiplies it by the weight, by the best engine up to `most`. The result
+// is bit-identical to torch's in float32 by the same steps. Returns 0, or another value if memory ran out and
+// nothing was computed. Scratch of dot products and tiles: one byte per activation, with channels padded to a
+// multiple of 64 and, for tiles, rows to a multiple of 16; one or two words per row; and at most 512 KB of
+// sums per thread.
 int hfq_int8_linear(const Weight *by, const Product *of) {
     const int64_t rows = of->rows, in_features = by->in_features, out_features = by->out_features;
     const int threads = (int)of->threads, is_bfloat16 = (int)of->is_bfloat16;

@@ -1,5 +1,5 @@
-// Products of int8 and the rounding to it, plain and by AVX2; the arguments of both. Included by int8.cpp, in
-// its namespace.
+// Products of int8 and rounding to int8, in plain C++ and by AVX2, and the arguments of all engines. Included
+// by int8.cpp, in its namespace.
 
 // One multiplication of rounded activations by a weight.
 struct MatmulArgs {
@@ -9,9 +9,9 @@ struct MatmulArgs {
     int64_t rows;                // rows of activations
     int64_t in_features;         // input channels
     int64_t out_features;        // outputs
-    int8_t *packed = nullptr;    // activations' codes for dot products or tiles, or null
-    int32_t *sums = nullptr;     // room for each thread's sums; null where `packed` is
-    int32_t *offsets = nullptr;  // what is too much in the dot products of each row; null where `packed` is
+    int8_t *packed = nullptr;    // packed codes of activations for dot products or tiles, or null
+    int32_t *sums = nullptr;     // scratch for each thread's sums; null if `packed` is null
+    int32_t *offsets = nullptr;  // excess of each row's dot products; null if `packed` is null
 };
 
 void multiply_plainly(const MatmulArgs &args, int64_t first, int64_t last) {
@@ -29,7 +29,7 @@ void multiply_plainly(const MatmulArgs &args, int64_t first, int64_t last) {
 #define AVX2 __attribute__((target("avx2")))
 #define UNROLLED _Pragma("GCC unroll 4")
 
-const int64_t AHEAD = 4096;  // bytes of codes that are asked for before they are read: the next page
+const int64_t AHEAD = 4096;  // bytes from the codes being read to those prefetched: one page
 
 AVX2 inline int32_t sum_of(__m256i lanes) {
     __m128i half = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
@@ -37,7 +37,7 @@ AVX2 inline int32_t sum_of(__m256i lanes) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
 }
 
-// OUT rows of the weight by ROWS rows of activations: each vector of codes is widened once
+// Multiplies OUT rows of the weight by ROWS rows of activations. Each vector of codes is widened once.
 template <int OUT, int ROWS>
 AVX2 inline void tile(const MatmulArgs &args, int64_t n, int64_t m) {
     const int64_t in = args.in_features;
@@ -67,7 +67,7 @@ AVX2 inline void tile(const MatmulArgs &args, int64_t n, int64_t m) {
         }
 }
 
-// one row: sums in four vectors, so that additions do not wait for each other
+// Multiplies one row, with sums in four vectors, so that additions do not wait for each other.
 AVX2 inline void row(const MatmulArgs &args, int64_t n, int64_t m) {
     const int64_t in = args.in_features;
     const int8_t *w = args.weight + n * in;
@@ -101,7 +101,7 @@ AVX2 void multiply_rows(const MatmulArgs &args, int64_t first, int64_t last, int
         for (int64_t m = from; m < to; m++) row(args, n, m);
 }
 
-// so many activations at once that they stay in the second cache while the weight passes by
+// Multiplies as many activations together as stay in the second-level cache while the weight is read.
 AVX2 void multiply_avx2(const MatmulArgs &args, int64_t first, int64_t last) {
     int64_t step = (128 << 10) / args.in_features / 4 * 4;
     if (step < 4) step = 4;
@@ -121,7 +121,7 @@ inline float from_half(uint16_t half) {
     uint32_t bits = (half & 0x7fffu) << 13 | ((half & 0x7c00) == 0x7c00 ? 0x7f800000u : 0);
     float value;
     memcpy(&value, &bits, 4);
-    return (half & 0x8000 ? -value : value) * 0x1p112f;  // the exponent's offset
+    return (half & 0x8000 ? -value : value) * 0x1p112f;  // difference of the exponents' offsets
 }
 
 inline uint16_t narrowed(float value) {  // to the nearest, ties to even
@@ -135,7 +135,7 @@ void widen_plainly(const uint16_t *narrow, int64_t count, float *values) {
     for (int64_t k = 0; k < count; k++) values[k] = widened(narrow[k]);
 }
 
-// The amplitude of a row, not a number where one of its values is not.
+// Returns the amplitude of a row; NaN if a value is NaN.
 float amplitude_plainly(const float *values, int64_t count, float amax) {
     for (int64_t k = 0; k < count; k++) {
         float size = fabsf(values[k]);
@@ -194,34 +194,34 @@ AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *c
 }
 #endif
 
-// What a caller keeps from call to call: codes and scales of its activations, and sums.
+// Scratch of a caller, kept between calls: codes and scales of its activations, and sums.
 thread_local std::vector<int32_t> activation_scratch;
 
 enum class Engine { plain, avx2, dots, tiles };
 
-// What an engine multiplies and rounds with.
+// Functions of an engine.
 struct Level {
-    Engine engine;  // which one
-    // Outputs [first, last) of all rows.
+    Engine engine;  // the engine
+    // Computes outputs [first, last) of all rows.
     void (*multiply)(const MatmulArgs &args, int64_t first, int64_t last);
-    // The largest size of `count` values and `amax`; not a number where a value is not.
+    // Returns the largest magnitude of `count` values and `amax`; NaN if a value is NaN.
     float (*amplitude)(const float *values, int64_t count, float amax);
-    // Values divided by their scale, as int8 codes in int16.
+    // Divides values by their scale, and rounds to int8 codes, stored as int16.
     void (*round)(const float *values, int64_t count, float scale, int16_t *codes);
-    // bfloat16 as float32.
+    // Converts bfloat16 to float32.
     void (*widen)(const uint16_t *narrow, int64_t count, float *values);
 };
 
-// What becomes of the sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16; nothing
-// where y is null.
+// Scaling of sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16. If y is null,
+// sums are not scaled.
 struct Scaling {
     const float *scales;  // scale of each row of activations
-    const char *steps;    // scales of the weight, one per output or one for all, of any alignment
+    const char *steps;    // scales of the weight, one per output or one for all, at any alignment
     int64_t steps_count;  // number of `steps`
     int steps_dtype;      // 0 float32, 1 bfloat16, 2 float16
     float multiplier;     // factor of `steps`
     char *y;              // address of the results, [rows, out_features], or null
-    int is_bfloat16;      // 1 where `y` is bfloat16, 0 where it is float32
+    int is_bfloat16;      // 1: `y` is bfloat16; 0: float32
     float step(int64_t n) const {
         const char *at = steps + (steps_count == 1 ? 0 : n) * (steps_dtype ? 2 : 4);
         uint16_t narrow;
@@ -252,15 +252,15 @@ struct Scaling {
     }
 };
 
-// Rows of activations that are rounded.
+// Rows of activations to be rounded.
 struct Rows {
     const char *x;        // address of the activations
-    int64_t stride;       // elements from a row to the next
-    int is_bfloat16;      // 1 where `x` is bfloat16, 0 where it is float32
-    int64_t in_features;  // elements of a row
-    float top;            // what a row's amplitude is divided by for its scale
-    float bound;          // the most that amplitudes count as
-    // `count` values of a row as float32, in `wide` where they are not.
+    int64_t stride;       // elements from one row to the next
+    int is_bfloat16;      // 1: `x` is bfloat16; 0: float32
+    int64_t in_features;  // elements per row
+    float top;            // divisor of a row's amplitude for its scale
+    float bound;          // upper bound of amplitudes
+    // Returns `count` values of a row as float32; converted values are written to `wide`.
     const float *values(const Level &level, int64_t m, int64_t k, int64_t count, float *wide) const {
         if (!is_bfloat16) return (const float *)x + m * stride + k;
         level.widen((const uint16_t *)x + m * stride + k, count, wide);
@@ -273,7 +273,7 @@ struct Rows {
     }
 };
 
-// Rows as codes, under a scale for each.
+// Rounds rows to codes, with one scale per row.
 void round_rows(const Level &level, const Rows &given, int64_t rows, float *wide, float *scales,
                 int16_t *codes) {
     KeptSubnormals here;

@@ -1,41 +1,43 @@
-// Products of int8 and the rounding to it by AVX-512's dot products of bytes (VNNI) and Intel's tiles (AMX),
-// or what stands in for them. Included by int8.cpp, in its namespace.
+// Products of int8 and rounding to int8 by AVX-512's dot products of bytes (VNNI) and Intel's tiles (AMX), or
+// their emulation. Included by int8.cpp, in its namespace.
 
-// Tiles. Activations are packed once, as the right operand: [block of 16 rows][step of 64 channels][16 fours
-// of channels][16 rows][4], with zeros beyond the last row and channel. The weight is the left one, 16 output
-// features by 64 channels, and needs no other order. Pieces of it (32 output features by 256 or 512 channels)
-// are copied into the first cache, since a tile is loaded from there in half the time, and in a sixth where
-// its rows do not begin with a line; then they pass by pairs of blocks, four tiles of sums at a time.
+// Tiles. Activations are packed once, as the right factor: [block of 16 rows][step of 64 channels][16 fours
+// of channels][16 rows][4], with zeros beyond the last row and channel. The weight is the left factor, 16
+// output features by 64 channels per tile, in its order in memory. Pieces of it (32 output features by 256 or
+// 512 channels) are copied to scratch in the first-level cache. Tiles load faster from there, above all if
+// rows of the weight do not begin with a cache line. A piece is then multiplied by pairs of blocks, with four
+// tiles of sums.
 
+// rows or output features per tile, output features per strip, and channels per step
 const int64_t SIDE = 16, WIDTH = 2 * SIDE, STEP = 64;
-// steps of a piece, and of one that few pairs of blocks are multiplied by
+// steps per piece, steps per piece for up to FEW_PAIRS pairs of blocks, and that number of pairs
 const int64_t PIECE = 8, SHORT_PIECE = 4, FEW_PAIRS = 4;
-// of blocks of rows, and of 32 output features, whose sums are kept at once: 512 KB
+// the most pairs of blocks, and strips of 32 output features, whose sums are kept together: 512 KB
 const int64_t MOST_PAIRS = 16, MOST_STRIPS = 8;
-// bytes of activations that stay in the second cache while the weight passes by
+// bytes of activations that stay in the second-level cache while the weight is read
 const int64_t RESIDENT = 768 << 10;
-// channels of a row that are rounded before they are packed
+// channels of a row that are rounded together before they are packed
 const int64_t CHUNK = 256;
 
 inline int64_t blocks_of(int64_t rows) { return (rows + SIDE - 1) / SIDE; }
 inline int64_t steps_of(int64_t in_features) { return (in_features + STEP - 1) / STEP; }
 
-// Dot products take an unsigned factor and a signed one: the weight's codes are made unsigned by their
-// highest bits, and 128 times the sum of a row's codes comes off its sums. Activations are packed once, as
-// [group of rows][step of 64 channels][rows of the group][64], with zeros beyond the last channel. The weight
-// is read as it lies, from any address, four output features at a time by each group of a pass, by chunks of
-// channels that stay in the first cache meanwhile.
+// Dot products require an unsigned and a signed factor. Flipping the highest bits makes the weight's codes
+// unsigned, and 128 times the sum of a row's codes is then subtracted from its sums. Activations are packed
+// once, as [group of rows][step of 64 channels][rows of the group][64], with zeros beyond the last channel.
+// The weight is read in place, at any alignment. Four output features are multiplied by each group of a pass,
+// for chunks of channels that meanwhile stay in the first-level cache.
 
-const int64_t FOUR = 4, GROUP = 6;   // output features and, at most, rows: 24 vectors of sums
-const int64_t CHUNK_STEPS = 96;      // of a chunk, at most
-// bytes of a pass's activations in a chunk, which stay in the second cache
+const int64_t FOUR = 4, GROUP = 6;   // output features, and the most rows, together: 24 vectors of sums
+const int64_t CHUNK_STEPS = 96;      // the most steps per chunk
+// bytes of a pass's activations in a chunk, which stay in the second-level cache
 const int64_t PASS = 384 << 10;
-// of a pass, whose sums by 16 output features are kept, or by MOST_STRIPS times as many if there are chunks
+// rows per pass; sums of 16 output features are kept, or of MOST_STRIPS times as many if there are chunks
 const int64_t MOST_ROWS = 1024;
-// bytes of activations that are fetched to the first cache before they are read
+// bytes from the activations being read to those prefetched to the first-level cache
 const int64_t ROWS_AHEAD = 3 << 10;
 
-#if defined(HFQ_AMX)  // so a compiler knows what is older as well
+#if defined(HFQ_AMX)  // a compiler that supports AMX also supports the older sets
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define UNROLLED_GROUP _Pragma("GCC unroll 6")
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
@@ -61,7 +63,7 @@ AVX512 void widen_avx512(const uint16_t *narrow, int64_t count, float *values) {
     widen_plainly(narrow + k, count - k, values + k);
 }
 
-// Sizes of floats are in the order of their bits, and what is not a number is above all.
+// Magnitudes of floats have the order of their bits, and NaN is above all.
 AVX512 float amplitude_avx512(const float *values, int64_t count, float amax) {
     const __m512i unsign = _mm512_set1_epi32(0x7fffffff);
     __m512i most = _mm512_setzero_si512();
@@ -75,7 +77,7 @@ AVX512 float amplitude_avx512(const float *values, int64_t count, float amax) {
     return amplitude_plainly(values + k, count - k, size > amax ? size : amax);
 }
 
-// Of bfloat16: two in each word.
+// Amplitude of bfloat16 values, two per word.
 AVX512 float amplitude_of_bfloats(const uint16_t *values, int64_t count) {
     const __m512i unsign = _mm512_set1_epi16(0x7fff);
     __m512i most = _mm512_setzero_si512();
@@ -88,9 +90,9 @@ AVX512 float amplitude_of_bfloats(const uint16_t *values, int64_t count) {
     return widened((uint16_t)_mm512_reduce_max_epi32(most));
 }
 
-// By the scale's reciprocal, which takes a fraction of the time: within 128 that is less than 2e-5 off. What
-// comes near a half is divided, and so is everything where the reciprocal might lose digits, and what no
-// integer holds. Codes beyond int8's range become its ends when they are packed.
+// Multiplies by the scale's reciprocal, which is faster than a division. Below 128, the error is less than
+// 2e-5. Values near a half are therefore divided. So are all values if the reciprocal might lose digits, and
+// values that no integer represents. Packing clamps codes to int8's range.
 AVX512 void round_avx512(const float *values, int64_t count, float scale, int16_t *codes) {
     const __m512 by = _mm512_set1_ps(scale), low = _mm512_set1_ps(-128), high = _mm512_set1_ps(127),
                  sure = _mm512_set1_ps(0.4999f);
@@ -113,7 +115,7 @@ AVX512 void round_avx512(const float *values, int64_t count, float scale, int16_
 
 AVX512 inline uint64_t bytes_of(int64_t channels) { return channels < STEP ? (1ull << channels) - 1 : ~0ull; }
 
-// One step of a row as bytes; zeros where `here` has none.
+// Returns one step of a row as bytes; zeros where bits of `here` are 0.
 AVX512 inline __m512i step_of(const int16_t *codes, uint64_t here) {
     const bool is_whole = here == ~0ull;
     const __m512i low =
@@ -124,7 +126,7 @@ AVX512 inline __m512i step_of(const int16_t *codes, uint64_t here) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
 }
 
-// One step of at most 16 rows, as a tile.
+// Packs one step of at most 16 rows to a tile.
 AVX512 void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t channels, int8_t *tile) {
     __m512i v[16];
     for (int m = 0; m < 16; m++)
@@ -133,7 +135,7 @@ AVX512 void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t chan
     for (int four = 0; four < 16; four++) _mm512_store_si512(tile + 64 * four, v[four]);
 }
 
-// Channels of a row as steps of a group's, `pitch` bytes apart. Gives the sum of their codes.
+// Packs channels of a row to steps of a group, `pitch` bytes apart. Returns the sum of their codes.
 VNNI int32_t pack_row(const int16_t *codes, int64_t channels, int8_t *to, int64_t pitch) {
     __m512i sums = _mm512_setzero_si512();
     for (int64_t k = 0; k < channels; k += STEP, to += pitch) {
@@ -154,10 +156,10 @@ VNNI inline __m128i sums_of_four(__m512i a, __m512i b, __m512i c, __m512i d) {
 
 template <int ROWS> using Sums = __m512i[ROWS][FOUR];
 
-// Not the intrinsic: of many sums GCC 12 then keeps some in memory.
+// Inline assembly: with the intrinsic, GCC 12 keeps some of many sums in memory.
 #define DOT(sums, codes, values) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(values))
 
-// One step of four output features.
+// Multiplies one step of four output features.
 template <int ROWS> VNNI inline __attribute__((always_inline)) void add_step(Sums<ROWS> &all, __m512i a,
                                                                              __m512i b, __m512i c, __m512i d,
                                                                              const int8_t *x) {
@@ -174,8 +176,9 @@ template <int ROWS> VNNI inline __attribute__((always_inline)) void add_step(Sum
     }
 }
 
-// A chunk of four output features by a group of ROWS rows; sums, of 16 features for each row, are added to
-// `sums` unless these are the first. Meanwhile rows `ahead`, `pitch` bytes apart, are fetched.
+// Multiplies a chunk of four output features by a group of ROWS rows. Sums, of 16 features per row, are added
+// to `sums`, or overwrite them in the first chunk. Meanwhile, prefetches rows from `ahead`, `pitch` bytes
+// apart.
 template <int ROWS> VNNI void multiply_dots(const int8_t *const *w, const int8_t *x, int64_t channels,
                                             bool is_first, int32_t *sums, const int8_t *ahead, int64_t pitch,
                                             int64_t lines) {
@@ -211,8 +214,7 @@ AVX512 inline __m256i narrowed(__m512 values) {
     return _mm512_cvtepi32_epi16(bits);
 }
 
-// Sums of a row by 16 output features become the result's, as `Scaling::put` makes it; `steps` are those of
-// the features.
+// Scales and writes a row's sums of 16 output features, as `Scaling::put`; `steps` are the features' scales.
 AVX512 inline void put_lanes(const MatmulArgs &args, const Scaling &scaling, __m512i sums, int64_t m,
                              int64_t n, __m512 steps, __mmask16 here) {
     const int64_t place = m * args.out_features + n;
@@ -223,7 +225,7 @@ AVX512 inline void put_lanes(const MatmulArgs &args, const Scaling &scaling, __m
     else _mm512_mask_storeu_ps((float *)scaling.y + place, here, values);
 }
 
-// Sums of twice 16 output features by 16 rows become the result's.
+// Scales and writes the sums of 32 output features and 16 rows.
 AVX512 void finish(const MatmulArgs &args, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE],
                    const float *steps, int64_t m, int64_t n) {
     __m512i v[2][16];
@@ -240,7 +242,7 @@ AVX512 void finish(const MatmulArgs &args, const Scaling &scaling, const int32_t
     }
 }
 
-// The same of rows from `first` to `last` by at most 16 output features, from what dot products summed.
+// The same for rows from `first` to `last` and at most 16 output features, from the sums of dot products.
 AVX512 void finish_dots(const MatmulArgs &args, const Scaling &scaling, const int32_t *sums,
                         const float *steps, int64_t first, int64_t last, int64_t n, int64_t count) {
     const __m512 scales = _mm512_loadu_ps(steps);
@@ -261,7 +263,7 @@ float amplitude_of_bfloats(const uint16_t *values, int64_t count) {
     return amax;
 }
 
-inline bool has_dots() { return amx::detect(); }  // where they are emulated
+inline bool has_dots() { return amx::detect(); }  // emulated
 inline bool has_tiles() { return amx::detect(); }
 
 void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t channels, int8_t *tile) {

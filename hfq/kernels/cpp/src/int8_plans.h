@@ -1,13 +1,13 @@
-// Products by tiles and by dot products, and how their work is cut. Included by int8.cpp, in its namespace.
+// Products by tiles and by dot products, and their division of work. Included by int8.cpp, in its namespace.
 
-// What is multiplied at once: pairs of blocks of rows, by strips of 32 output features, by steps of channels
-// whose activations stay in the second cache. Where that is not all channels, the sums of several strips are
-// kept, so that activations are read less often.
+// Sizes of the work that is done together: pairs of blocks of rows, strips of 32 output features, and steps
+// of channels whose activations stay in the second-level cache. If these are not all channels, the sums of
+// several strips are kept, so that activations are read less often.
 struct TilePlan {
     int64_t pairs;   // pairs of blocks of rows
     int64_t strips;  // strips of 32 output features
     int64_t steps;   // steps of 64 channels
-    int64_t piece;   // steps of a piece of the weight
+    int64_t piece;   // steps per piece of the weight
 
     TilePlan(int64_t rows, int64_t in_features) {
         const int64_t all_pairs = (blocks_of(rows) + 1) / 2,
@@ -19,16 +19,17 @@ struct TilePlan {
         piece = pairs > FEW_PAIRS ? PIECE : SHORT_PIECE;
     }
 
-    // of a thread's sums: four tiles for each strip and pair
+    // words of a thread's sums: four tiles per strip and pair
     int64_t words() const { return strips * pairs * amx::TILE; }
 };
 
-// Some steps of a strip: what the first cache holds of the weight.
+// A piece of the weight that fits into the first-level cache: some steps of a strip.
 struct Piece {
-    alignas(64) int8_t tiles[PIECE][2][amx::TILE];  // codes of two tiles for each step
+    alignas(64) int8_t tiles[PIECE][2][amx::TILE];  // codes of two tiles per step
 };
 
-// `out` rows from `w` on as a piece; zeros beyond the channels, and what was there beyond the rows.
+// Copies `out` rows from `w` to a piece. Channels beyond the last are zero; rows beyond the last are
+// unchanged.
 AVX512 void copy_piece(const int8_t *w, int64_t pitch, int64_t out, int64_t channels, Piece &piece) {
     for (int64_t i = 0; i < out; i++, w += pitch) {
         int8_t *to = piece.tiles[0][i / SIDE] + i % SIDE * STEP;
@@ -38,8 +39,8 @@ AVX512 void copy_piece(const int8_t *w, int64_t pitch, int64_t out, int64_t chan
     }
 }
 
-// A piece by 16 * ROWS rows; sums are added to `sums` unless these are the first. Meanwhile rows `ahead`,
-// `pitch` bytes apart, are fetched.
+// Multiplies a piece by 16 * ROWS rows, and adds to `sums`, or overwrites them if `is_first`. Meanwhile,
+// prefetches rows from `ahead`, `pitch` bytes apart.
 template <int ROWS> HFQ_AMX_TARGET void multiply_tiles(const Piece &piece, const int8_t *x, int64_t x_pitch,
                                                        int64_t steps, bool is_first,
                                                        int32_t (*sums)[SIDE * SIDE], const int8_t *ahead,
@@ -64,8 +65,8 @@ template <int ROWS> HFQ_AMX_TARGET void multiply_tiles(const Piece &piece, const
     if (ROWS == 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
 }
 
-// Blocks of rows by a strip's rows from `w` on and some steps of channels, in pieces of `length`; `later` is
-// what is multiplied afterwards.
+// Multiplies blocks of rows by a strip's rows from `w`, for some steps of channels, in pieces of `length`.
+// `later` is the address of the weight that is multiplied next.
 void multiply_strip(const MatmulArgs &args, int64_t length, int64_t from, int64_t to, const int8_t *w,
                     int64_t out, int64_t first_step, int64_t last_step, const int8_t *later,
                     int32_t (*sums)[SIDE * SIDE]) {
@@ -85,7 +86,8 @@ void multiply_strip(const MatmulArgs &args, int64_t length, int64_t from, int64_
     }
 }
 
-// Output features from `first`, a multiple of 32, to `last`, by all rows. `sums` has room for a plan's.
+// Multiplies output features from `first`, a multiple of 32, to `last` by all rows. `sums` has plan.words()
+// words.
 HFQ_AMX_TARGET void multiply_by_tiles(const MatmulArgs &args, const Scaling &scaling, const TilePlan &plan,
                                       int64_t first, int64_t last, int32_t (*sums)[SIDE * SIDE]) {
     amx::Tiles tiles;
@@ -118,14 +120,15 @@ HFQ_AMX_TARGET void multiply_by_tiles(const MatmulArgs &args, const Scaling &sca
         }
 }
 
-// Rows in groups, of which those of a pass are multiplied by the weight at once; channels in chunks.
+// Division into groups of rows and chunks of channels. All groups of a pass are multiplied per reading of the
+// weight.
 struct DotPlan {
     int64_t rows;    // rows of activations
     int64_t groups;  // groups of up to GROUP rows
     int64_t passes;  // passes of groups
     int64_t steps;   // steps of 64 channels
     int64_t chunks;  // chunks of steps
-    int64_t strips;  // times 16 output features, whose sums are kept at once
+    int64_t strips;  // runs of 16 output features whose sums are kept together
 
     DotPlan(int64_t rows, int64_t in_features) : rows(rows), steps(steps_of(in_features)) {
         groups = (rows + GROUP - 1) / GROUP;
@@ -138,8 +141,8 @@ struct DotPlan {
     int64_t first_row(int64_t group) const { return rows * group / groups; }
     int64_t first_group(int64_t pass) const { return groups * pass / passes; }
     int64_t first_step(int64_t chunk) const { return steps * chunk / chunks; }
-    int64_t stride() const { return SIDE * (rows / passes + 2 * GROUP); }  // of sums by 16 output features
-    int64_t words() const { return strips * stride(); }                   // of a thread's sums
+    int64_t stride() const { return SIDE * (rows / passes + 2 * GROUP); }  // sums per 16 output features
+    int64_t words() const { return strips * stride(); }                   // words of a thread's sums
 };
 
 typedef void (*MultiplyDots)(const int8_t *const *, const int8_t *, int64_t, bool, int32_t *, const int8_t *,
@@ -147,8 +150,8 @@ typedef void (*MultiplyDots)(const int8_t *const *, const int8_t *, int64_t, boo
 const MultiplyDots BY_ROWS[GROUP] = {multiply_dots<1>, multiply_dots<2>, multiply_dots<3>,
                                      multiply_dots<4>, multiply_dots<5>, multiply_dots<6>};
 
-// Groups of rows by at most four output features from `n` on and some steps of channels; `later` is what is
-// multiplied afterwards.
+// Multiplies groups of rows by at most four output features from `n`, for some steps of channels. `later` is
+// the address of the weight that is multiplied next.
 void multiply_four(const MatmulArgs &args, const DotPlan &plan, int64_t from, int64_t to, int64_t n,
                    int64_t out, int64_t first_step, int64_t last_step, const int8_t *later, int32_t *sums) {
     const int64_t in = args.in_features, channels = std::min(in, last_step * STEP) - first_step * STEP;
@@ -165,7 +168,7 @@ void multiply_four(const MatmulArgs &args, const DotPlan &plan, int64_t from, in
     }
 }
 
-// Output features from `first` to `last`, by all rows. `sums` has room for a plan's.
+// Multiplies output features from `first` to `last` by all rows. `sums` has plan.words() words.
 void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotPlan &plan, int64_t first,
                       int64_t last, int32_t *sums) {
     const int64_t in = args.in_features;

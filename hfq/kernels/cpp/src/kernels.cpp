@@ -1,8 +1,8 @@
 // Products with quantized weights on a CPU, read from the checkpoint's bytes in place, at any alignment.
 //
-// The interface is plain C, without headers of torch or Python; hfq/kernels/cpp/library.py builds and loads it.
-// This file includes instruction_set.h once per instruction set (scalar, AVX2, AVX-512). The best one of the
-// processor is chosen at run time.
+// The interface is plain C, without headers of torch or Python; hfq/kernels/cpp/library.py builds and loads
+// it. This file includes instruction_set.h once per instruction set (scalar, AVX2, AVX-512). The best one of
+// the processor is chosen at run time.
 //
 // With -DHFQ_EMULATE, every form is compiled for any processor in plain C++, so that its logic can be tested
 // anywhere.
@@ -53,8 +53,8 @@ extern "C" {
 
 int hfq_abi() { return 7; }
 
-// Sets the threads to use: GOMP_parallel of the OpenMP runtime of the caller's other products, or null for the
-// threads of this library.
+// Sets the threads to use: GOMP_parallel of the OpenMP runtime of the caller's other products, or null for
+// the threads of this library.
 void hfq_use_team(Team wanted) {
     // makes the child of a fork forget the team, even if nothing was computed before
     pthread_once(&pool_once, make_pool);
@@ -67,19 +67,19 @@ int hfq_detected() { return detect(); }
 // Chooses a lower level, for tests; -1 for the best. Returns the level in use.
 int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wanted, detect()); }
 
-// Sets whether e4m3 codes are read as small floats: -1 depends on the processor; 0 and 1 are for tests. Returns
-// the setting.
+// Sets whether e4m3 codes are read as small floats: -1 depends on the processor; 0 and 1 are for tests.
+// Returns the setting.
 int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
 
-// Sets whether AVX-512's dot products of bytes multiply integer activations if the processor has them: -1 yes;
-// 0 no, for tests. Results are bit-identical. Returns 1 if they are in use.
+// Sets whether AVX-512's dot products of bytes multiply integer activations if the processor has them: -1
+// yes; 0 no, for tests. Results are bit-identical. Returns 1 if they are in use.
 int hfq_use_vnni(int wanted) {
     byte_dots = wanted == 0 ? 0 : -1;
     return uses_vnni();
 }
 
-// Sets the products of bfloat16 activations: 0 in float32 or as integers, 1 in bfloat16 by vectors, 2 by tiles,
-// if the processor has them; -1 for the best. Returns the form in use.
+// Sets the products of bfloat16 activations: 0 in float32 or as integers, 1 in bfloat16 by vectors, 2 by
+// tiles, if the processor has them; -1 for the best. Returns the form in use.
 int hfq_use_short(int wanted) {
     short_forms = wanted < 0 ? 2 : wanted;
 #if defined(__x86_64__)
@@ -90,7 +90,8 @@ int hfq_use_short(int wanted) {
 
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
-// Returns 1 if this many rows are multiplied in bfloat16 by tiles or vectors, which support any number of rows.
+// Returns 1 if this many rows are multiplied in bfloat16 by tiles or vectors, which support any number of
+// rows.
 int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (settle(layer, 1) != 0) return 0;
@@ -121,9 +122,9 @@ struct Product {
     int64_t threads;   // the most threads to use
 };
 
-// Computes y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or any number by tiles.
-// Returns 0, or without computing anything: -1 for an unsupported number of rows, -2 for an index out of range,
-// -3 if memory ran out.
+// Computes y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or any number by tiles. Returns
+// 0, or without computing anything: -1 for an unsupported number of rows, -2 for an index out of range, -3 if
+// memory ran out.
 int hfq_linear(const Product *given) {
     const Layer *layer = (const Layer *)(uintptr_t)given->layer;
     const char *x = (const char *)(uintptr_t)given->x;
@@ -162,8 +163,8 @@ int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t co
 }
 
 // Computes hfq_linear for `count` layers, whose rows follow each other in x and y; results are bit-identical.
-// Layers are multiplied together, as many as GROUPED_FLOATS of activations allow. Returns as hfq_linear, or -4
-// if rows must be computed one by one, which only hfq_linear does.
+// Layers are multiplied together, as many as GROUPED_FLOATS of activations allow. Returns as hfq_linear, or
+// -4 if rows must be computed one by one, which only hfq_linear does.
 int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype,
                 int64_t x_stride, char *y, int32_t y_dtype, int64_t y_stride, int threads) {
     for (int64_t i = 0; i < count; i++)
@@ -216,8 +217,8 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
     return 0;
 }
 
-// Dequantizes output rows [start, start + count) to float32 or bfloat16 [count, in_features], or, for GPTQ and
-// AWQ, [in_features, count]. Returns as hfq_linear.
+// Dequantizes output rows [start, start + count) to float32 or bfloat16 [count, in_features], or, for GPTQ
+// and AWQ, [in_features, count]. Returns as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     if (const int status = settle(layer, 1, false)) return status;
     if (!own_scratch.get(own_floats(false))) return -3;

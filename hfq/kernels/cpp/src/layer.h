@@ -348,9 +348,9 @@ HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
     return layer.row_nbytes % 64 || nbytes % 4 ? 0 : nbytes / 4 * (layer.kind == AWQ ? 8 : 1);
 }
 
-// Divides the outputs into parts of `width`. With `by_lines`, the first part is shorter and the last is longer
-// by as much, so that the others begin with a cache line. If each thread has few columns, parts stay even: one
-// thread would take noticeably longer for its longer part.
+// Divides the outputs into parts of `width`. With `by_lines`, the first part is shorter and the last is
+// longer by as much, so that the others begin with a cache line. If each thread has few columns, parts stay
+// even: one thread would take noticeably longer for its longer part.
 HFQ_INLINE OutputParts cut_outputs(const Layer &layer, int64_t width, int threads = 1,
                                    bool by_lines = false) {
     const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns read together

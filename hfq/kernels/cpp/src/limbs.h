@@ -1,10 +1,10 @@
 // Activations as integers. Included by instruction_set.h in the namespace of each instruction set.
 //
-// Up to SPAN activations share a unit of 2**-22 of the largest magnitude, or slightly more. Each activation is
-// an integer of three limbs, signed bytes. Products with codes of up to eight bits, their sums, and a zero
+// Up to SPAN activations share a unit of 2**-22 of the largest magnitude, or slightly more. Each activation
+// is an integer of three limbs, signed bytes. Products with codes of up to eight bits, their sums, and a zero
 // point times the sum of activations are then exact integers. Two things are rounded: each activation, by at
-// most half a unit, and each span's sum, once. bfloat16 has eight significant bits, so the lowest limb of most
-// bfloat16 activations is zero, and columns skip the products of such limbs.
+// most half a unit, and each span's sum, once. bfloat16 has eight significant bits, so the lowest limb of
+// most bfloat16 activations is zero, and columns skip the products of such limbs.
 
 // Up to SPAN floats as integers, zero from `count` on.
 struct Integers {
@@ -32,8 +32,8 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
     out.unit = as_float(power > 126 ? 1u << (149 - power) : (uint32_t)(127 - power) << 23);
 }
 
-// Writes the three limbs of 32 integers, the highest limbs first, `apart` bytes from one limb to the next. Each
-// four consecutive bytes are the limbs of four integers that are eight entries of `order` apart.
+// Writes the three limbs of 32 integers, the highest limbs first, `apart` bytes from one limb to the next.
+// Each four consecutive bytes are the limbs of four integers that are eight entries of `order` apart.
 typedef uint32_t Eight __attribute__((vector_size(32)));
 static HFQ_INLINE void put_limbs(const uint32_t *limbs, const uint8_t *order, char *to, int64_t apart) {
     uint32_t found[32];
@@ -71,7 +71,8 @@ static HFQ_INLINE int byte_of(const Layer &layer, int k) {
     return layer.bits == 4 ? k % 8 / 2 : layer.bits == 2 ? k % 16 / 4 : k / 8;
 }
 
-// Limbs per chunk: [limb][vector][byte]. Totals per span: the sums of the highest limbs, and of the two others.
+// Limbs per chunk: [limb][vector][byte]. Totals per span: the sums of the highest limbs, and of the two
+// others.
 static void count_columns(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
     int64_t size = layer.in_features;
     uint8_t order[CHUNK];
@@ -92,8 +93,8 @@ static void count_columns(const Layer &layer, const float *x, char *limbs, float
     }
 }
 
-// Limbs per 8 * W codes: [limb][first or second code of a byte][bytes]. Totals per eight codes: the sums of the
-// highest limbs, and of the two others, times -offset, which removes the codes' offset from a sum.
+// Limbs per 8 * W codes: [limb][first or second code of a byte][bytes]. Totals per eight codes: the sums of
+// the highest limbs, and of the two others, times -offset, which removes the codes' offset from a sum.
 static void count_rows(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
     uint8_t order[2][32];  // order of 64 codes
     for (int i = 0; i < 64; i++)

@@ -1,14 +1,13 @@
-// Rows of codes: how they are decoded, and one activation row times one of them.
-//
-// Included by instruction_set.h in the namespace of each instruction set.
+// Decoding of rows of codes, and products of one activation row with one of them. Included by
+// instruction_set.h in the namespace of each instruction set.
 
-// W codes as floats; e4m3 comes out divided by 256, and its NaN codes as numbers.
+// Decodes W codes to floats. e4m3 values are divided by 256, and NaN codes become numbers.
 template <int KIND> static HFQ_INLINE vf decode(const char *p) {
     if (KIND == E5M2) return from_half(__builtin_convertvector(load<vuc>(p), vuh) << 8);
     return from_half((vuh)((__builtin_convertvector(load<vc>(p), vh) << 7) & (int16_t)0xBFFF));
 }
 
-// The values of W codes of four bits.
+// Returns the values of W 4-bit codes.
 static HFQ_INLINE vf look_up(vu codes, const float *values) {
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
     __m256 low = _mm256_permutevar8x32_ps((__m256)load<vf>(values), (__m256i)codes);
@@ -26,7 +25,7 @@ static HFQ_INLINE vf look_up(vu codes, const float *values) {
 static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
     vu words = (vu){} + load32(p), shifts;
     for (int i = 0; i < W; i++) shifts[i] = (uint32_t)(i % 8 * 4);
-#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)  // lane by lane, compilers take ten times as long
+#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)  // compilers set the lanes one by one, which is slow
     const __m512i second = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     words = (vu)_mm512_permutexvar_epi32(second, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)p)));
 #elif HFQ_ISA == 2
@@ -35,8 +34,7 @@ static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int firs
     return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
 }
 
-// Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next
-// place.
+// Decodes eight codes at one place of eight 16-bit words. With 16 lanes, also the codes at the next place.
 static HFQ_INLINE vf decode_quads(const char *p, int place) {
     vu words;
 #if HFQ_ISA == 2 && !defined(HFQ_EMULATE)
@@ -53,10 +51,10 @@ static HFQ_INLINE vf decode_quads(const char *p, int place) {
     return to_float(words & 15u);
 }
 
-// The codes of an output row, from a channel on: what `decode_two` and `code_at` read.
+// The codes of an output row from a channel on, the operand of `decode_two` and `code_at`.
 struct Codes {
     const char *row;   // address of the row's codes
-    float values[16];  // NIBBLES: float that each code stands for
+    float values[16];  // NIBBLES: value of each code
     int first;         // NIBBLES: bits to shift a byte by for its first code, 0 or 4
 };
 
@@ -70,8 +68,8 @@ template <int KIND> static HFQ_INLINE void open_codes(const Layer &layer, Codes 
     codes.first = layer.high_first ? 4 : 0;
 }
 
-// The bytes that hold the codes from channel k on, and of how many; k is even for NIBBLES and a multiple of
-// 16 for QUADS.
+// Byte offset of the codes from channel k on, and bytes of a number of codes. k must be even for NIBBLES and
+// a multiple of 16 for QUADS.
 template <int KIND> static HFQ_INLINE const char *codes_at(const char *row, int64_t k) {
     return row + (KIND == NIBBLES ? k / 2 : KIND == QUADS ? k / 64 * 128 + k / 32 % 2 * 16 : k);
 }
@@ -79,7 +77,7 @@ template <int KIND> constexpr int64_t bytes_of(int64_t codes) {
     return KIND == NIBBLES ? (codes + 1) / 2 : codes;
 }
 
-// 2 * W codes from channel k on; e4m3 comes out divided by 256.
+// Decodes 2 * W codes from channel k on; e4m3 values are divided by 256.
 template <int KIND>
 static HFQ_INLINE void decode_two(const char *row, int64_t k, const Codes &codes, vf &low, vf &high) {
     const char *p = codes_at<KIND>(row, k);
@@ -116,7 +114,7 @@ template <int KIND> static float decode_one(const char *row, int64_t k, const Co
     return code_value((uint8_t)*p, KIND);
 }
 
-// Whether any of these e4m3 codes is NaN.
+// Returns true if any of these e4m3 codes is NaN.
 static bool has_nan(const char *codes, int64_t count) {
     vub worst = {};
     int64_t i = 0;
@@ -130,7 +128,7 @@ static bool has_nan(const char *codes, int64_t count) {
     return found | parts[0] | parts[1] | parts[2] | parts[3];
 }
 
-// A weight, or W of them, as the reference computes it.
+// One weight, or W weights, bit-identical to the reference kernel's.
 template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V value, V scale, V zero) {
     if (KIND == QUADS || (KIND == NIBBLES && layer.row_zeros == ADDED)) return value * scale + zero;
     if (KIND == INT8) return (value - zero) * scale * layer.shared;
@@ -138,7 +136,7 @@ template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V
     return layer.divides ? value / scale : value * scale;
 }
 
-// Weights whose groups are scattered over the input.
+// Dequantizes weights whose groups are scattered over the input.
 template <int KIND>
 static void decode_scattered(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
     Codes codes;
@@ -151,7 +149,7 @@ static void decode_scattered(const Layer &layer, int64_t n, int64_t k, int64_t c
     }
 }
 
-// Weights [k, k + count) of one output row, as the reference computes them.
+// Dequantizes weights [k, k + count) of one output row, bit-identical to the reference kernel's.
 template <int KIND>
 static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
     if (KIND != E4M3 && KIND != E5M2 && layer.index_nbytes)
@@ -178,8 +176,8 @@ static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, 
     }
 }
 
-// 4 * W codes, less a zero point, times as many activations; the largest magnitude among e4m3 codes is kept
-// in `worst`.
+// Multiplies 4 * W codes, minus a zero point, by activations. `worst` collects the largest magnitudes of e4m3
+// codes.
 template <int KIND> static HFQ_INLINE void dot_codes(const char *row, int64_t k, const Codes &codes, vf zero,
                                                      const float *x, vf *sum, vub &worst) {
     HFQ_UNROLL
@@ -198,13 +196,13 @@ template <int KIND> static HFQ_INLINE void dot_codes(const char *row, int64_t k,
     }
 }
 
-// The product with one activation row, straight from the codes.
+// Multiplies one output row by one activation row, without storing decoded weights.
 template <int KIND> static float dot_row(const Layer &layer, int64_t n, const float *x) {
     Codes codes;
     open_codes<KIND>(layer, codes);
     const char *row = codes_of<KIND>(layer, n);
     int64_t size = layer.in_features, first = scale_place(layer, n, 0);
-    const char *scales = layer.scales + 4 * first;  // of float32, one after the other
+    const char *scales = layer.scales + 4 * first;  // float32, contiguous
     const bool adds = KIND == NIBBLES && layer.row_zeros == ADDED;
     vf total = all(0.0f);
     vub worst = {};

@@ -1,7 +1,7 @@
-// Products with rows of codes, and panels of them. Included by instruction_set.h in the
-// namespace of each instruction set.
+// Products with rows of codes, and panels of them. Included by instruction_set.h in the namespace of each
+// instruction set.
 
-// W scales that lie one after the other.
+// Reads W contiguous scales.
 template <int DTYPE> static HFQ_INLINE vf scales_at(const Layer &layer, int64_t place) {
     if (DTYPE == F16) return from_half(load<vuh>(layer.scales + 2 * place));
     if (DTYPE == BF16) return (vf)(__builtin_convertvector(load<vuh>(layer.scales + 2 * place), vu) << 16);
@@ -20,7 +20,7 @@ static HFQ_INLINE int64_t take_scales(const Layer &layer, int64_t place, int64_t
     return i;
 }
 
-// The scales of an output row's groups.
+// Reads the scales of an output row's groups.
 static void row_scales(const Layer &layer, int64_t n, int64_t groups, float *out) {
     int64_t place = scale_place(layer, n, 0), i = 0;
     switch (layer.scale_dtype) {
@@ -33,7 +33,7 @@ static void row_scales(const Layer &layer, int64_t n, int64_t groups, float *out
     for (; i < groups; i++) out[i] = scale_at(layer, place + i);
 }
 
-// What is added to the codes of an output row's groups, in each of four bytes: 15 less the zero point.
+// Writes the offset of the codes of an output row's groups, 15 minus the zero point, in each of four bytes.
 static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *out) {
     int64_t i = 0;
     vu shifts = (vu){} + (uint32_t)(n % 8 * 4);
@@ -51,7 +51,7 @@ static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *
             (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
 }
 
-// At least eight floats: no more are read where that could leave a line of the cache.
+// Loads at least eight floats. AVX-512 loads exactly eight, since 16 could cross a cache line.
 static HFQ_INLINE vf load_eight(const float *p) {
 #if HFQ_ISA == 2 && !defined(HFQ_EMULATE)
     return (vf)_mm512_castps256_ps512(_mm256_loadu_ps(p));
@@ -60,18 +60,17 @@ static HFQ_INLINE vf load_eight(const float *p) {
 #endif
 }
 
-// How nibbles become integers without a sign, and where the scales of their groups are: the same for all
-// output rows.
+// Conversion of nibbles to unsigned integers, and layout of their groups: the same for all output rows.
 struct IntegerCodes {
-    const Layer &layer;  // whose codes they are
-    int64_t padded;      // input channels, up to whole spans
-    int64_t group_size;  // input channels of a group
-    int64_t groups;      // groups of an output row
-    int64_t step;        // groups of 8 * W codes; 0 where those are part of one
-    bool has_table;      // whether codes are looked up in `table`
-    bool has_shifts;     // whether rows have zero points
-    vb table;            // integer without a sign of each code, in each 128 bits
-    vi places;           // group, of those of 8 * W codes, that each lane belongs to
+    const Layer &layer;  // layer of the codes
+    int64_t padded;      // input channels, rounded up to whole spans
+    int64_t group_size;  // input channels per group
+    int64_t groups;      // groups per output row
+    int64_t step;        // groups per 8 * W codes; 0 if a group has more codes
+    bool has_table;      // true: codes are looked up in `table`
+    bool has_shifts;     // true: rows have zero points
+    vb table;            // unsigned integer of each code, repeated in each 128 bits
+    vi places;           // group of each lane, among the groups of 8 * W codes
     explicit HFQ_INLINE IntegerCodes(const Layer &from) : layer(from) {
         padded = up(layer.in_features, SPAN), group_size = least(layer.block_in, padded);
         groups = (layer.in_features + group_size - 1) / group_size, step = 8 * W / group_size;
@@ -80,14 +79,14 @@ struct IntegerCodes {
             __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
         for (int i = 0; i < W; i++) places[i] = (int)(8 * i / group_size);
     }
-    HFQ_INLINE int64_t floats() const { return 2 * (groups + W); }  // that an output row needs
+    HFQ_INLINE int64_t floats() const { return 2 * (groups + W); }  // of scratch per output row
 };
 
-// An output row of such codes, from its first group on.
+// An output row of such codes.
 struct IntegerRow {
     const char *codes;    // address of the row's first code
-    const float *scales;  // scale of each group, and W floats of zero
-    const float *shifts;  // bits of four bytes for each group: 15 less its zero point
+    const float *scales;  // scale of each group, then W zeros
+    const float *shifts;  // per group, four bytes as float bits: 15 minus its zero point
     HFQ_INLINE void open(const IntegerCodes &of, int64_t n, float *scratch) {
         float *found = scratch + of.groups + W;
         codes = codes_of<NIBBLES>(of.layer, n), scales = scratch, shifts = found;
@@ -95,7 +94,8 @@ struct IntegerRow {
         __builtin_memset(scratch + of.groups, 0, 4 * W);
         if (of.has_shifts) row_shifts(of.layer, n, of.groups, (uint32_t *)found);
     }
-    // 8 * W codes of a group and what follows it, and the scale of each lane; they are of up to eight groups.
+    // Reads 8 * W codes from a group on, and returns the scale of each lane. The codes have up to eight
+    // groups.
     template <bool TABLE, bool SHIFTS>
     HFQ_INLINE vf take(const IntegerCodes &of, const char *at, int64_t group, vb &first, vb &second) const {
         vu words = load<vu>(at);
@@ -110,12 +110,12 @@ struct IntegerRow {
     }
 };
 
-// The group of the next 8 * W codes.
+// Returns the group of the next 8 * W codes.
 static HFQ_INLINE int64_t next_group(const IntegerCodes &of, int64_t group, int64_t k) {
     return of.step ? group + of.step : group + (k + 8 * W == (group + 1) * of.group_size);
 }
 
-// The products of one output row and ROWS activation rows, all as integers.
+// Multiplies one output row by ROWS activation rows, all as integers.
 template <int ROWS> static void dot_integers(const MatmulArgs &args, int64_t row, int64_t n, float *scratch) {
     const Layer &layer = *args.layer;
     const IntegerCodes of(layer);
@@ -157,7 +157,7 @@ template <int ROWS> static void dot_integers(const MatmulArgs &args, int64_t row
     for (int m = 0; m < ROWS; m++) put(args, row + m, n, sum_of(total[m]));
 }
 
-// sums[r][m] += w[r] . x[m] over a step of decoded weights, for 4 output rows and ROWS activation rows.
+// Adds w[r] . x[m] over a step of decoded weights to sums[r][m], for 4 output rows and ROWS activation rows.
 template <int ROWS> static void multiply_step(const float *w, const float *x, int64_t stride, int64_t length,
                                               float *sums, int64_t sum_stride) {
     vf sum[4][ROWS];
@@ -249,7 +249,7 @@ static DecodeRow row_decoder(const Layer &layer) {
     }
 }
 
-// W floats as bfloat16.
+// Converts W floats to bfloat16.
 static HFQ_INLINE vuh to_short(vf values) {
     vu bits = (vu)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
     vu is_nan = (vu)((bits & 0x7FFFFFFF) > 0x7F800000);

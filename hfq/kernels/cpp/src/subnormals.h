@@ -1,11 +1,12 @@
 // Rows of e4m3 codes as small floats. Included by instruction_set.h in the namespace of each instruction set.
 //
-// The bits of a code, moved to the sign, exponent, and mantissa of a float, are the code's value times 2**-120,
-// also for subnormal codes. Nine instructions convert 4 * W codes. They require activations in the order of the
-// bytes of W words, and scaled up by a power of two.
+// The bits of a code, moved to the sign, exponent, and mantissa of a float, are the code's value times
+// 2**-120, also for subnormal codes. Nine instructions convert 4 * W codes. They require activations in the
+// order of the bytes of W words, and scaled up by a power of two.
 
 // Writes activations as [row][4 * W codes][byte of a word][word], scaled so that a row's largest magnitude is
-// about 2**112. After all rows, writes two factors per row that undo the scaling and the 2**-120 of the codes.
+// about 2**112. After all rows, writes two factors per row that undo the scaling and the 2**-120 of the
+// codes.
 static void order_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride,
                               float *out) {
     int64_t size = layer.in_features, wide = ordered_columns(layer);

@@ -12,9 +12,9 @@
 
 namespace {
 
-// Work is divided into numbered parts, and each free thread takes the next one. The threads are torch's OpenMP
-// threads if their runtime is known (GOMP_parallel, libgomp's ABI). A thread of our own would share a processor
-// with one of torch's, which stays awake for its next product.
+// Work is divided into numbered parts, and each free thread takes the next one. The threads are torch's
+// OpenMP threads if their runtime is known (GOMP_parallel, libgomp's ABI). A thread of our own would share a
+// processor with one of torch's, which stays awake for its next product.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;

@@ -1,9 +1,9 @@
-// Products of integer activations by AVX-512's dot products of bytes (VNNI). Included by kernels.cpp after its
-// instruction sets. The order of limbs, scales, and sums is the same, so that results are bit-identical to those
-// of AVX-512 without VNNI.
+// Products of integer activations by AVX-512's dot products of bytes (VNNI). Included by kernels.cpp after
+// its instruction sets. The order of limbs, scales, and sums is the same, so that results are bit-identical
+// to those of AVX-512 without VNNI.
 //
-// One instruction adds the products of four unsigned codes and four signed limbs to a lane of int32, so that a
-// limb's sums stay in a register.
+// One instruction adds the products of four unsigned codes and four signed limbs to a lane of int32, so that
+// a limb's sums stay in a register.
 
 #if !defined(HFQ_EMULATE)
 #define HFQ_VNNI

@@ -2,22 +2,22 @@
 
 #include "vnni_column_sums.h"
 
-// The words of some chunks of a part's columns, and where all of the layer's begin and end.
+// The words of some chunks of a part's columns, and the bounds of the layer's words.
 struct Block {
     const char *at;     // address of the first word
-    int64_t pitch;      // bytes from a row of words to the next
+    int64_t pitch;      // bytes from one row of words to the next
     int64_t rows;       // rows of words
-    int64_t width;      // bytes of a row
+    int64_t width;      // bytes per row
     const char *begin;  // address of the layer's first word
-    const char *end;    // address after its last word
+    const char *end;    // address after the layer's last word
     HFQ_INLINE bool holds(int64_t place, int64_t nbytes) const {
         return at + place >= begin && at + (rows - 1) * pitch + place + nbytes <= end;
     }
 };
 
-// Lines in the order that they lie in.
+// Cache lines to prefetch, in memory order.
 struct Lines {
-    Block of;       // the words, from the row of the next line on
+    Block of;       // the words from the row of the next line on
     int64_t place;  // bytes of that row before the next line
     HFQ_INLINE void ask_for_next() {
         ask_for(of.at + place), place += 64;
@@ -25,9 +25,9 @@ struct Lines {
     }
 };
 
-// A span of some columns, or a part of one, times ROWS activation rows.
-// Of AWQ, whose columns' words are a line wide, those that are read after them are asked for along the rows,
-// a row of theirs for a row.
+// Multiplies a span, or a part of one, of some columns by ROWS activation rows. A vector of AWQ's columns is
+// one cache line wide. For each row of words that is read, the next lines of the following rows are
+// prefetched.
 template <int BITS, int ROWS, int VECTORS, class POINTS>
 static void multiply(const Span &span, const char *words, int64_t pitch, Lines *later, const Columns &to,
                      const POINTS &points) {
@@ -72,7 +72,7 @@ static HFQ_INLINE void multiply_rows(const Span &span, int64_t rows, const char 
     }
 }
 
-// 8 * W floats in the order of AWQ's codes.
+// Permutes 8 * W floats to the order of AWQ's codes.
 static HFQ_INLINE void put_in_order(const float *from, float *to) {
 #if defined(HFQ_VNNI)
     HFQ_UNROLL
@@ -93,17 +93,17 @@ static HFQ_INLINE void put_in_order(const float *from, float *to) {
 #endif
 }
 
-// Those of the next group, of the columns of a strip.
+// Prefetches scales and zero points of the next group for the columns of a strip.
 static HFQ_INLINE void ask_for_scales(const Layer &layer, int64_t group, int64_t n, int64_t count) {
-    const int64_t size = layer.scale_dtype == F32 ? 4 : 2;  // of a scale
+    const int64_t size = layer.scale_dtype == F32 ? 4 : 2;  // bytes per scale
     for (int64_t i = 0; i < count * size; i += 64)
         ask_for(layer.scales + (((group + 1) * layer.out_features + n) * size + i));
     for (int64_t i = 0; i < count * layer.bits / 8; i += 64)
         ask_for(layer.zeros + 4 * (group + 1) * layer.zero_words + n * layer.bits / 8 + i);
 }
 
-// Scales and zero points of up to STRIP columns of a group, in the order that sums come in; `skipped` of them
-// are none. Zero points are read from the first of eight columns on: up to 7 before them, and W after them,
+// Unpacks scales and zero points of up to STRIP columns of a group, in the order of sums; the first `skipped`
+// are zero. Zero points are read from a multiple of eight columns on. Up to 7 before the strip and W after it
 // are written, too.
 template <int BITS> static void find_scales(const Layer &layer, int64_t group, int64_t n, int64_t skipped,
                                             int64_t count, float *scales, int32_t *zeros) {
@@ -144,15 +144,15 @@ template <int BITS> constexpr int64_t word_nbytes(int64_t columns) {
     return BITS == 0 ? columns / 2 : 4 * columns;
 }
 
-// Blocks of a part's columns, of which `skipped` are none. Those that are not all there are multiplied with
-// what lies there in the layer's memory; where that ends they are copied.
+// Columns of a part; the first `skipped` are not computed. An incomplete block is multiplied together with
+// its neighbors in the layer's memory. If it reaches beyond that memory, it is copied.
 struct Part {
-    const Layer &layer;  // whose columns they are
-    int64_t group;       // number of the group of channels
-    int64_t n;           // column at which the part begins
-    int64_t skipped;     // columns at its beginning that are none
-    int64_t count;       // columns, with those
-    // The columns of a block that begins at i which are there: from the first of them up to the last.
+    const Layer &layer;  // layer of the columns
+    int64_t group;       // group of channels
+    int64_t n;           // first column, with the skipped ones
+    int64_t skipped;     // columns at the start that are not computed
+    int64_t count;       // columns, with the skipped ones
+    // Range of the columns to compute in a block that begins at i, relative to the block.
     HFQ_INLINE int64_t first(int64_t i) const { return i ? 0 : skipped; }
     HFQ_INLINE int64_t last(int64_t i, int64_t columns) const { return least(columns, count - i); }
 };
@@ -174,7 +174,7 @@ static HFQ_INLINE void multiply_block(const Span &span, int64_t rows, const Bloc
     multiply_rows<BITS, VECTORS>(span, rows, cut, width, later, to, points);
 }
 
-// A span times all columns of a part: DEPTH rows of words along the columns, and then those below.
+// Multiplies a span by all columns of a part: DEPTH rows of words along the columns, then the rows below.
 template <int BITS, int VECTORS> static void multiply_packed(const Part &part, const Span &span, int64_t rows,
                                                              const Block &words, const Columns &all_columns) {
     const Layer &layer = part.layer;
@@ -199,7 +199,7 @@ template <int BITS, int VECTORS> static void multiply_packed(const Part &part, c
             const int64_t n = part.n + i, first = part.first(i), last = part.last(i, columns),
                           word = n * BITS >> 5;
             const char *scale = scales + n * size, *zero = zeros + 4 * word;
-            if (to.begins) {  // those of the next group
+            if (to.begins) {  // prefetches the next group's
                 for (int64_t line = 0; line < columns * size; line += 64)
                     ask_for(scale + layer.out_features * size + line);
                 ask_for(zero + 4 * row_words);
@@ -220,7 +220,7 @@ template <int BITS, int VECTORS> static void multiply_packed(const Part &part, c
     }
 }
 
-// The same of AWQ and of 3 bits: scales and zero points are unpacked, strip by strip.
+// The same for AWQ and 3 bits, whose scales and zero points are unpacked strip by strip.
 template <int BITS, int VECTORS> static void multiply_unpacked(const Part &part, const Span &span,
                                                                int64_t rows, const Block &words, Columns to) {
     const int64_t columns = VECTORS * W, width = word_nbytes<BITS>(columns);
@@ -245,7 +245,7 @@ template <int BITS, int VECTORS> static void multiply_unpacked(const Part &part,
     }
 }
 
-// As integer_tile: span by span, and each of them along the columns, from where a line of the cache begins.
+// The same as integer_tile: span by span, each along the columns, from the start of a cache line.
 template <int BITS, int VECTORS> static void tile(const MatmulArgs &args, int64_t row, int64_t rows,
                                                   int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *args.layer;

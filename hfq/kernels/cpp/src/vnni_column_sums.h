@@ -1,22 +1,22 @@
-// Sums of columns: codes of a part times the limbs of activations. Included by vnni_column_major.h, in its
-// namespace.
+// Sums of columns: products of a part's codes and the limbs of activations. Included by vnni_column_major.h,
+// in its namespace.
 
-// A span of activation rows, from the first of them on.
+// A span of channels of some activation rows.
 struct Span {
     const char *limbs;      // limbs of the first row, LIMBS bytes per activation
-    const int32_t *totals;  // sums of the first row's highest limbs, and of its others
+    const int32_t *totals;  // sums of the first row's highest limbs, and of its other limbs
     const float *units;     // value of 1 in the first row's limbs
-    int64_t limbs_apart;    // bytes of `limbs` from a row to the next
-    int64_t totals_apart;   // sums from a row to the next
-    int64_t units_apart;    // units from a row to the next
-    int64_t chunks;         // chunks of CHUNK channels
-    uint32_t whole;         // bit per chunk: its lowest limbs are multiplied with the others
-    uint32_t lowest;        // bit per four channels of other chunks: lowest limbs are there (not AWQ's)
+    int64_t limbs_apart;    // bytes from one row of `limbs` to the next
+    int64_t totals_apart;   // sums from one row of `totals` to the next
+    int64_t units_apart;    // floats from one row of `units` to the next
+    int64_t chunks;         // number of chunks of CHUNK channels
+    uint32_t whole;         // bit per chunk: 1 if its lowest limbs are multiplied with the others
+    uint32_t lowest;        // bit per four channels of other chunks: 1 if they have lowest limbs (not AWQ)
     HFQ_INLINE Span from(int64_t row) const {
         return {limbs + row * limbs_apart, totals + row * totals_apart, units + row * units_apart,
                 limbs_apart, totals_apart, units_apart, chunks, whole, lowest};
     }
-    Span part(int64_t first, int64_t count) const {  // some of its chunks
+    Span part(int64_t first, int64_t count) const {  // a range of its chunks
         const uint32_t marks = (uint32_t)(lowest >> 8 * first & ((1ull << 8 * count) - 1));
         return {limbs + first * LIMBS * CHUNK,
                 totals,
@@ -30,35 +30,34 @@ struct Span {
     }
 };
 
-// Some columns of a part: their results, and their sums between two parts of a span.
+// Results of some columns of a part, and their sums between parts of a span.
 struct Columns {
     float *y;       // results of each row, float32
     int32_t *high;  // sums of the highest limbs of each row
     int32_t *low;   // sums of the other limbs of each row
-    int64_t wide;   // columns from a row to the next, of all three
-    bool begins;    // whether a span begins here, or goes on
-    bool ends;      // whether it ends here
+    int64_t wide;   // columns from one row to the next, of all three
+    bool begins;    // true: a span begins here; false: it continues
+    bool ends;      // true: the span ends here
     HFQ_INLINE Columns from(int64_t row) const {
         return {y + row * wide, high + row * wide, low + row * wide, wide, begins, ends};
     }
 };
 
-// Scales and zero points of some columns' vectors, as they were unpacked.
+// Unpacked scales and zero points of some vectors of columns.
 struct Unpacked {
     const float *scales;   // scale of each column
-    const int32_t *zeros;  // zero point of each column, an integer
+    const int32_t *zeros;  // zero point of each column
     HFQ_INLINE vu zero(int v) const { return load<vu>(zeros + v * W); }
     HFQ_INLINE vf scale(int v) const { return load<vf>(scales + v * W); }
 };
 
-// How zero points and scales of 2, 4 or 8 bits' columns are read that begin where column n does, or any
-// number of words later.
+// Access to zero points and scales of columns of 2, 4, or 8 bits, from column n or any number of words later.
 template <int BITS> struct Reading {
-    vi places;        // words from the first to that with each lane's zero point
-    vu shifts;        // bits to shift each lane's word by
-    vu added;         // what is added to whole words
-    vu more;          // what is added to a zero point
-    vu kept;          // bits that are left after that
+    vi places;        // word of each lane's zero point, from the first
+    vu shifts;        // shift of each lane's word in bits
+    vu added;         // offset added to whole words
+    vu more;          // offset added to a zero point
+    vu kept;          // mask of a zero point after the offset
     int scale_dtype;  // Dtype of the scales
     HFQ_INLINE Reading(const Layer &layer, int64_t n) : scale_dtype(layer.scale_dtype) {
         const uint32_t from = (uint32_t)(n & (32 / BITS - 1)), most_value = (1u << BITS) - 1;
@@ -73,10 +72,10 @@ template <int BITS> struct Reading {
     }
 };
 
-// Scales and zero points of some columns' vectors, as a layer holds them. All of a vector's bytes are read of
-// zero points, whatever is in them.
+// Packed scales and zero points of some vectors of columns. All bytes of a vector of zero points are read,
+// also those of other columns.
 template <int BITS> struct Packed {
-    const Reading<BITS> &how;  // how they are read
+    const Reading<BITS> &how;  // access to them
     const char *scales;        // address of the first column's scale
     const char *zeros;         // address of the word with the first column's zero point
     HFQ_INLINE vu zero(int v) const {
@@ -90,12 +89,12 @@ template <int BITS> struct Packed {
     }
 };
 
-// Activations of bfloat16 have lowest limbs where they are below 2**-7 of a span's largest: a few of a row,
-// in many of its chunks.
+// Marks the lowest limbs of a span. bfloat16 activations have them if they are below 2**-7 of a span's
+// largest: few of a row, but in many of its chunks.
 template <int BITS> static void find_lowest(Span &span, int64_t rows) {
     static_assert(CHUNK / FOUR == 8 && SPAN / FOUR <= 32,
                   "a byte of marks for a chunk, and a word for a span");
-    const int most_alone = BITS == 3 ? 0 : MOST_ALONE;  // three bits are unpacked by chunks
+    const int most_alone = BITS == 3 ? 0 : MOST_ALONE;  // 3 bits: codes are unpacked by whole chunks
     span.whole = span.lowest = 0;
     for (int64_t c = 0; c < span.chunks; c++) {
         const char *limbs = span.limbs + (c * LIMBS + LIMBS - 1) * CHUNK;
@@ -108,27 +107,27 @@ template <int BITS> static void find_lowest(Span &span, int64_t rows) {
     }
 }
 
-// Whether scales and zero points are read where they are needed, not unpacked before.
+// True if scales and zero points are read where they are used, and not unpacked before.
 template <int BITS> constexpr bool is_packed() { return BITS != 0 && BITS != 3; }
 
-// Chunks that are taken together, of a span's.
+// Chunks of a span that are read together.
 template <int BITS> constexpr int64_t most_chunks() {
     return is_packed<BITS>() ? least(DEPTH / BITS, SPAN / CHUNK) : SPAN / CHUNK;
 }
 template <int BITS> constexpr bool is_parted() { return most_chunks<BITS>() < SPAN / CHUNK; }
 
-// Columns' vectors that are multiplied at once: of AWQ those of a vector of words, and twice as many for one
-// row as for some.
+// Vectors of columns that are multiplied together: for AWQ, those of one vector of words; for 2 and 4 bits,
+// twice as many for one row.
 template <int BITS> constexpr int vectors(int64_t rows) {
     return BITS == 0 ? 8 : rows == 1 && (BITS == 2 || BITS == 4) ? 4 : 2;
 }
-template <int BITS> constexpr int64_t word_rows() { return BITS == 0 ? CHUNK : BITS; }  // of a chunk
+template <int BITS> constexpr int64_t word_rows() { return BITS == 0 ? CHUNK : BITS; }  // per chunk
 
-// Sums of the highest, the middle and the lowest limbs of ROWS activation rows times VECTORS columns'
-// vectors.
+// Sums of the products of the highest, middle, and lowest limbs of ROWS activation rows and VECTORS vectors
+// of columns.
 template <int ROWS, int VECTORS> struct Sums {
     vi of[LIMBS][ROWS][VECTORS];  // int32 per column
-    // at what zero points take off them
+    // Starts the sums with the contribution of zero points.
     template <class POINTS> HFQ_INLINE void begin(const Span &span, const POINTS &points) {
         HFQ_UNROLL
         for (int v = 0; v < VECTORS; v++) {
@@ -141,7 +140,7 @@ template <int ROWS, int VECTORS> struct Sums {
             }
         }
     }
-    // Codes of the same four channels of each column, times their limbs from FIRST up to LAST.
+    // Multiplies codes of the same four channels of each column by their limbs from FIRST up to LAST.
     template <int FIRST, int LAST> HFQ_INLINE void add(const vb *codes, const char *limbs, int64_t apart) {
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++)
@@ -190,8 +189,8 @@ template <int BITS> constexpr uint32_t mask() {
     return BITS == 2 ? 0x03030303u : BITS == 4 ? 0x0F0F0F0Fu : ~0u;
 }
 
-// A chunk of codes, straight from their words. Later words are asked for between the products: all at once
-// they would wait for each other.
+// Multiplies a chunk of codes, read from their words. Prefetches are placed between the products, since a
+// burst of them would stall.
 template <int BITS, int ROWS, int VECTORS, int COUNT>
 static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *limbs, int64_t apart,
                                  Sums<ROWS, VECTORS> &sums) {
@@ -228,7 +227,7 @@ static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *l
     }
 }
 
-// The lowest limbs of the fours of channels that are marked, of a span's.
+// Multiplies the lowest limbs of a span's marked fours of channels.
 template <int BITS, int ROWS, int VECTORS>
 static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pitch, const char *limbs,
                                   int64_t apart, Sums<ROWS, VECTORS> &sums) {
@@ -244,8 +243,8 @@ static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pit
     }
 }
 
-// Four channels of 8 * W columns of AWQ: in the order of unpack<0>, but gathered before a byte's two columns
-// are parted.
+// Multiplies four channels of 8 * W columns of AWQ. The order is that of unpack<0>, but channels are
+// interleaved before the two columns of a byte are separated.
 template <int COUNT>
 static HFQ_INLINE void add_four(const char *words, int64_t pitch, const char *limbs, Sums<1, 8> &sums) {
     vb row[4];

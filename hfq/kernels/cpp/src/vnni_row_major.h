@@ -1,6 +1,6 @@
 // Rows of codes. Included by vnni.h, in its namespace.
 
-// 8 * W codes of each of OUT output rows, times ROWS activation rows.
+// Multiplies 8 * W codes of each of OUT output rows by ROWS activation rows.
 template <int ROWS, int OUT, bool TABLE, bool SHIFTS>
 static HFQ_INLINE void add_codes(const IntegerCodes &of, const IntegerRow *from, const char *const *at,
                                  int64_t group, const char *limbs, int64_t each, const int32_t *totals,
@@ -35,7 +35,7 @@ static HFQ_INLINE void add_codes(const IntegerCodes &of, const IntegerRow *from,
     }
 }
 
-// The products of OUT output rows and ROWS activation rows: as dot_integers.
+// Multiplies OUT output rows by ROWS activation rows; the same as dot_integers.
 template <int ROWS, int OUT, bool TABLE, bool SHIFTS>
 static void dot_rows(const MatmulArgs &args, const IntegerCodes &of, const IntegerRow *from, int64_t row,
                      int64_t n) {
@@ -70,8 +70,9 @@ static void dot_rows(const MatmulArgs &args, const IntegerCodes &of, const Integ
         for (int m = 0; m < ROWS; m++) put(args, row + m, n + r, sum_of(total[r][m]));
 }
 
-// Scales are made before the rows that precede theirs are multiplied: stores must have left the processor's
-// queue, or loads wait for them.
+// Multiplies output rows [n, stop). The scales of the next rows are stored before the current rows are
+// multiplied. By the time they are loaded, they have left the processor's store queue, which would otherwise
+// delay the loads.
 template <int OUT, bool TABLE, bool SHIFTS>
 static void rows_of(const MatmulArgs &args, const IntegerCodes &of, int64_t n, int64_t stop, float *scratch) {
     IntegerRow rows[2][OUT];
