@@ -1,4 +1,4 @@
-"""Activations rounded to FP8, against numpy that knows e4m3 only as its list of 253 numbers."""
+"""Tests of activations rounded to FP8, against a numpy list of the 253 numbers of e4m3."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ NUMBERS = NUMBERS[np.abs(NUMBERS) <= 448]
 
 
 def to_e4m3(value: float) -> float:
-    """The nearest number of e4m3; of two equally near, the one whose mantissa is even."""
+    """Rounds to the nearest number of e4m3, ties to an even mantissa."""
     value = min(max(value, -448.0), 448.0)
     distance = np.abs(NUMBERS - value)
     nearest = np.flatnonzero(distance == distance.min())
@@ -66,7 +66,9 @@ def test_one_scale_for_the_tensor():
     )
 
 
-@pytest.mark.parametrize("group_size", [16, 48, 20, 64])  # 20 leaves 8 channels over, 64 is never filled
+@pytest.mark.parametrize(
+    "group_size", [16, 48, 20, 64]
+)  # 20 leaves 8 channels over; groups of 64 are never complete
 def test_a_scale_for_each_group_of_channels(group_size):
     values = random(2, 3, 48).numpy()
     expected = np.empty_like(values)
@@ -149,4 +151,4 @@ def test_int8_is_rounded_as_compressed_tensors_rounds_it():
     assert torch.equal(found[0], (values[0] / steps[0]).round().clamp(-128, 127) * steps[0])
     assert found[1].tolist() == [0.0] * 4
     assert torch.equal(found[2], (values[2] / steps[2]).round().clamp(-128, 127) * steps[2])
-    assert found[2, 0] < 5.0  # the positive end is one step short: 127 of 127.5
+    assert found[2, 0] < 5.0  # the largest code is 127, but the scale divides by 127.5

@@ -1,5 +1,6 @@
-"""What is chosen on a CUDA device, by made-up capabilities; and torch's FP8 product, by torch's own
-implementation of it on a CPU.
+"""Tests of the choice of kernels on CUDA devices with mocked capabilities.
+
+torch's FP8 product is tested with its CPU implementation.
 """
 
 import pytest
@@ -23,7 +24,7 @@ BLOCKS = Fp8(strategy="block", block_structure=(128, 128))
 
 @pytest.fixture
 def device(monkeypatch):
-    """device(capability, cuda, packages): a machine with such a device, as far as anybody asks."""
+    """device(capability, cuda, packages): mocks a machine with such a device."""
 
     def make(capability=(9, 0), cuda="13.0", packages=("triton",)):
         libraries.probe.cache_clear()

@@ -1,4 +1,4 @@
-"""The reference kernel multiplies by the dequantized weight, whatever the panels, dtypes and shapes."""
+"""Tests of the reference kernel against products with the dequantized weight."""
 
 import pytest
 import torch

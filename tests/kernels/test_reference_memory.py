@@ -1,4 +1,4 @@
-"""The reference kernel keeps one buffer a thread, and never makes the weight as floats."""
+"""Tests that the reference kernel keeps one buffer per thread and never allocates the weight."""
 
 import threading
 
@@ -22,7 +22,7 @@ FORMATS = {
 
 
 class Allocations(TorchDispatchMode):
-    """Records the largest storage that an operator made itself, and the sum of all of them."""
+    """Recorder of the largest storage that an operator allocates, and of their sum."""
 
     largest = total = 0
 
@@ -41,7 +41,7 @@ class Allocations(TorchDispatchMode):
 
 
 def layer(weight_format, out_features: int = OUT, in_features: int = IN):
-    """Random codes at once; to quantize a real weight would take longer and allocate no less."""
+    """Returns a layer of random codes; quantizing a weight takes longer and allocates no less."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for spec in weight_format.tensor_specs(in_features, out_features):
@@ -60,7 +60,7 @@ def layer(weight_format, out_features: int = OUT, in_features: int = IN):
 
 @pytest.fixture
 def panels(monkeypatch):
-    """The address of each float32 panel that a format is asked to fill, by thread."""
+    """Returns the addresses of the float32 panels that a format fills, by thread."""
     seen: dict[int, set[int]] = {}
     for kind in (Fp8, Gptq):
 
@@ -73,7 +73,7 @@ def panels(monkeypatch):
 
 
 def in_a_new_thread(work):
-    """Runs `work` where no buffer was made yet, and hands over its result or its exception."""
+    """Runs `work` in a thread without buffers, and returns its result or raises its exception."""
     outcome = []
 
     def run():

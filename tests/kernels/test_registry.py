@@ -1,4 +1,4 @@
-"""Which kernel a preference chooses for a layer, and what is said of the others."""
+"""Tests of the choice of a kernel for a layer, and of the reasons against the others."""
 
 import pytest
 

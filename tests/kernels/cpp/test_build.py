@@ -1,6 +1,4 @@
-"""The compiled part is built once whoever asks, never loaded damaged, and not missed where it cannot be
-built.
-"""
+"""Tests of the build: it runs once for all callers, damaged files are not loaded, failure is harmless."""
 
 import logging
 import os
@@ -27,7 +25,7 @@ while [ $# -gt 1 ]; do if [ "$1" = -o ]; then printf library > "$2"; fi; shift; 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """A compiler that takes its time and writes the word "library"; gives how often it ran."""
+    """Sets a slow compiler that writes the word "library"; returns the number of its runs."""
     compiler, log = tmp_path / "fake++", tmp_path / "log"
     compiler.write_text(FAKE)
     compiler.chmod(0o755)
@@ -38,7 +36,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def reason_missing() -> str:
-    """Why a process that wants the compiled part, and has just asked for it, has none."""
+    """Returns why the C++ library is unavailable in a process that has just requested it."""
     with library.use("cpp"):
         return library.reason_missing()
 
@@ -100,7 +98,7 @@ def test_a_compiler_that_was_asked_for_and_is_not_there_is_named(runs, monkeypat
 
 @pytest.fixture
 def packaged(tmp_path, monkeypatch):
-    """No compiler on the path, but what pip installs as ziglang; gives its program."""
+    """Leaves only the compiler of the package ziglang; returns its program."""
     zig = tmp_path / "site" / "ziglang" / "zig"
     zig.parent.mkdir(parents=True)
     (zig.parent / "__init__.py").touch()
@@ -137,7 +135,7 @@ def test_a_package_without_its_compiler_is_none(packaged):
 def test_nothing_but_the_library_is_left_behind(runs):
     made = building.build()
     made.unlink()
-    made.with_name(f"{made.stem}.abc.tmp").mkdir()  # what a killed process leaves
+    made.with_name(f"{made.stem}.abc.tmp").mkdir()  # left by a killed process
     assert building.build() == made
     assert {file.suffix for file in made.parent.iterdir()} == {".so", ".sha256", ".lock"}
     assert made.parent.stat().st_mode & 0o777 == 0o700
@@ -159,7 +157,7 @@ def test_a_cache_that_others_may_write_to_is_not_used(runs, tmp_path):
 
 
 def test_a_user_without_a_home_is_told_so(monkeypatch):
-    """As in a container that runs as a number: pathlib raises RuntimeError there."""
+    """In a container without an entry in passwd, pathlib raises RuntimeError."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
@@ -211,7 +209,7 @@ def test_the_child_of_a_fork_holds_no_lock_of_a_parent_that_was_killed(tmp_path,
     monkeypatch.setattr(building, "SECONDS", 5)
     try:
         with building._locked(tmp_path / "lock"):
-            os.kill(child, 0)  # which raises where it has ended
+            os.kill(child, 0)  # raises if the child has ended
     finally:
         os.kill(child, signal.SIGKILL)
         parent.stdin.close(), parent.stdout.close()

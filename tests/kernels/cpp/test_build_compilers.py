@@ -1,6 +1,4 @@
-"""What the compiled part finds of a processor is what the system says, whichever compiler made it, and the
-bits are the same.
-"""
+"""Tests that all compilers detect the processor's features and produce the same bits."""
 
 import ctypes
 import importlib.util
@@ -27,7 +25,7 @@ TILES = BFLOATS | {"amx_tile", "amx_bf16", "amx_int8"}
 
 
 def flags() -> set[str]:
-    """What the system says of the processor."""
+    """Returns the processor flags that the system reports."""
     information = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not information.exists():
         pytest.skip("the system does not say what an x86 processor has")
@@ -35,7 +33,7 @@ def flags() -> set[str]:
 
 
 def detected(native: ctypes.CDLL) -> tuple[int, int, int]:
-    """(the level, how bfloat16 is multiplied, whether bytes are)"""
+    """Returns the level, the form of bfloat16 products, and True if dot products of bytes are used."""
     return native.hfq_use(-1), native.hfq_use_short(-1), native.hfq_use_vnni(-1)
 
 
@@ -47,7 +45,7 @@ def test_what_is_found_of_the_processor_is_what_the_system_says(native):
 
 @pytest.fixture(scope="module")
 def zig():
-    """The package's compiler, whatever else there is."""
+    """Uses the compiler of the package ziglang, even if others exist."""
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("ziglang is not installed (pip install 'hfq[compiler]')")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,4 @@
-"""The compiled kernel against the exact product, on every layout it claims, at every level of this
-processor.
-"""
+"""Tests of the C++ kernel against exact products, for every layout and every level of the processor."""
 
 import ctypes
 import dataclasses
@@ -93,9 +91,7 @@ def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnorm
 @pytest.mark.parametrize("strategy", ["channel", "block"])
 @pytest.mark.parametrize(("in_features", "out_features"), [(320, 1100), (6404, 35), (90112, 18)])
 def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features, out_features):
-    """Many rows share what was made of their scales; long rows are read two at a time. A NaN is its own row's
-    alone.
-    """
+    """Many rows share scaled activations; long rows are read two at a time; NaN affects its row only."""
     block = (128, 128) if strategy == "block" else None
     weight_format, tensors = fp8(in_features, out_features, strategy=strategy, block_structure=block).make()
     weight = weight_format.dequantize(tensors)
@@ -114,7 +110,7 @@ def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features
 @pytest.mark.parametrize("subnormals", [0, 1])
 @pytest.mark.parametrize("flushed", [False, True])
 def test_fp8_products_keep_the_smallest_codes_and_activations_of_any_size(native, subnormals, flushed):
-    """Also where the caller has subnormal floats taken for zeros; that setting stays as it is."""
+    """Also if the caller treats subnormal floats as zeros; that setting is unchanged."""
     codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 < 9].repeat(16)[
         :256
     ]  # nearly all subnormal
@@ -149,8 +145,9 @@ CANCELLING = [
 @pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("name", CANCELLING)
 def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
-    """Activations of one sign, and weights far smaller than the largest of their group: sums of codes are far
-    larger.
+    """Activations have one sign, and weights are far smaller than the largest of their group.
+
+    Sums of codes are then far larger than the results.
     """
     case = CASES.get(name) or gptq(8, -1)
     weight = (
@@ -168,8 +165,8 @@ def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
             activations.double() @ dequantized.t(),
             activations.double().abs() @ dequantized.abs().t(),
         )
-        # half a unit of 2**-22 of the largest of 128 activations, which is not twice the others; float32
-        # alone may lose n * 2**-24
+        # half a unit of 2**-22 of the largest of 128 activations, which is less than twice the others; float32
+        # sums alone may lose n * 2**-24
         assert (
             (cpu.linear(activations, tensors, weight_format).double() - exact).abs() <= 5e-7 * terms
         ).all(), rows
@@ -183,9 +180,7 @@ def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
     "places", [range(0), range(1, 16), range(16, 32), range(9, 32, 13), range(5, 32, 9), range(1, 32)]
 )
 def test_the_lowest_limbs_of_activations_count_wherever_they_are(native, name, level, places):
-    """The largest activations meet weights of zero; others are so small beside them that they have no other
-    limbs.
-    """
+    """The largest activations are multiplied by zeros; the others are so small that only lowest limbs remain."""
     case = CASES[name]
     weight = random(case.out_features, case.in_features)
     weight[:, ::32] = 0
@@ -198,19 +193,19 @@ def test_the_lowest_limbs_of_activations_count_wherever_they_are(native, name, l
         activations = torch.zeros(rows, case.in_features)
         activations[:, ::32] = 1
         for place in places:
-            activations[:, place::32] = 2.0**-16  # 64 of the units that they are counted in
-        activations[1:, 32:64] = 0  # rows differ in the chunks that have them
+            activations[:, place::32] = 2.0**-16  # 64 units
+        activations[1:, 32:64] = 0  # rows differ in the chunks with such activations
         found = cpu.linear(activations, tensors, weight_format)
         exact = activations.double() @ dequantized.double().t()
         assert (exact != 0).any() == (len(places) > 0)
         assert (
             (found.double() - exact).abs() <= 1e-6 * (activations.double() @ dequantized.double().abs().t())
-        ).all()  # a few sums of float32
+        ).all()  # tolerance of a few float32 sums
 
 
 @pytest.mark.parametrize("name", ["w4 g32", "awq g32", "w8 g32", "mxfp4", "nvfp4", "pack-quantized g32 asym"])
 def test_activations_of_all_sizes_keep_a_share_of_the_largest_beside_them(native, name):
-    """What is counted in integers: outliers, tiny values, the largest finite ones, and none at all."""
+    """Activations as integers: outliers, tiny values, the largest finite ones, and zeros only."""
     weight_format, tensors = CASES[name].make()
     weight = weight_format.dequantize(tensors).double()
     outliers = random(4, weight.shape[1])
@@ -220,7 +215,7 @@ def test_activations_of_all_sizes_keep_a_share_of_the_largest_beside_them(native
     outliers[3, 7:] = 0
     found, exact = cpu.linear(outliers, tensors, weight_format).double(), outliers.double() @ weight.t()
     largest = outliers.double().abs().amax(1, keepdim=True)
-    # half a unit for each activation, the smallest unit that there is, and float32's rounding of a few sums
+    # half a unit per activation, the smallest possible unit, and float32's rounding of a few sums
     unit = largest * 2.0**-21 + 2.0**-126
     bound = unit * (1 + weight.abs().sum(1)) + outliers.double().abs() @ weight.abs().t() * 2.0**-21
     assert ((found - exact).abs() <= bound).all()
@@ -328,7 +323,7 @@ def test_read_only_pages_that_end_where_the_bytes_end_are_read(native, layer):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_an_index_that_left_its_range_after_it_was_checked_is_never_followed(native, dtype):
-    """As of a file that was overwritten while a model reads it from disk."""
+    """A file may be overwritten while a model reads it from disk."""
     weight_format, tensors = CASES["w4 act-order"].make()
     for group in (-1, 11):
         tensors["g_idx"] = tensors["g_idx"].to(dtype)
@@ -366,7 +361,7 @@ def test_every_code_has_its_value(native):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_16_bit_activation_and_result_has_its_value(native, dtype):
-    """The identity as a weight: what goes in comes out."""
+    """The weight is the identity, so results equal the activations."""
     weight_format = Fp8(strategy="tensor", scale_shape=())
     tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
     bits = (
@@ -380,12 +375,12 @@ def test_every_16_bit_activation_and_result_has_its_value(native, dtype):
         native.hfq_use(level)
         for part in activations.split(
             cpu.FUSED_ROWS[torch.bfloat16]
-        ):  # more are torch's own product where it multiplies bfloat16
+        ):  # torch multiplies more rows on processors with bfloat16
             assert torch.equal(cpu.linear(part, tensors, weight_format), part)
 
 
 class Allocations(TorchDispatchMode):
-    """The bytes of all storages that operators made themselves."""
+    """Sum of the bytes of all storages that operators allocate."""
 
     total = 0
 
@@ -449,7 +444,7 @@ def test_numbers_of_a_layer_are_read_anew(native, name):
 
 @pytest.mark.parametrize("name", ["nvfp4", "pack-quantized g32 asym", "w4 g32"])
 def test_nothing_stays_of_a_description_that_is_not_kept(native, name, monkeypatch):
-    """Some formats are described anew at each call: what stayed would fill the memory, token by token."""
+    """Some formats are described in each call; leaks would fill the memory token by token."""
     weight_format, tensors = CASES[name].make()
     made, describe = [], cpu.describe_layer
     monkeypatch.setattr(cpu, "describe_layer", lambda *given: made.append(describe(*given)) or made[-1])
@@ -529,7 +524,7 @@ def test_stand_ins_for_tensors_are_left_to_torch(native):
 
 @pytest.mark.slow
 def test_the_forms_for_other_processors_compute_the_same(emulated):
-    """AVX-512 in plain C++: sixteen lanes, without the instructions."""
+    """AVX-512 is emulated in plain C++, with sixteen lanes."""
     with library.use(emulated):
         assert emulated.hfq_use(2) == 2
         for name, case in CASES.items():
@@ -545,7 +540,7 @@ def test_the_forms_for_other_processors_compute_the_same(emulated):
 
 
 def test_many_experts_with_many_rows_are_taken_in_groups_that_change_nothing(native):
-    """So that what is kept for their activations does not grow with the experts."""
+    """Memory for activations must not grow with the number of experts."""
     weight_format, tensors = fp8(2048, 32, strategy="channel").make()
     layers = [
         ({**tensors, "weight_scale": tensors["weight_scale"] * (1 + number)}, weight_format)

@@ -1,5 +1,6 @@
-"""GPTQ's act-order as a permutation that loses nothing: bit for bit the layer whose channels lie in the order
-of their groups.
+"""Tests of GPTQ's act-order as a lossless permutation.
+
+Results are bit-identical to those of the layer whose channels are sorted by group.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ SIZES = [
     (8, 32, 96, 12),
     (8, 352, 704, 200),
 ]
-"""(bits, group_size, in_features, out_features): with strips that end within a vector, with many of them."""
+"""(bits, group_size, in_features, out_features) of layers with many strips, or strips that end in a vector."""
 
 ROWS = (1, 2, 3, 8, 17, 80, 129)
 
@@ -41,9 +42,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def twins(bits: int, group_size: int, in_features: int, out_features: int):
-    """(format, tensors) of a layer in the order of its groups; the same, scattered; and which channel each of
-    the second is.
-    """
+    """Returns (format, tensors) of a sorted layer, the same of its scattered twin, and the permutation."""
     plain, tensors = Case(
         Gptq(bits, group_size, False, g_idx_length=in_features), in_features, out_features
     ).make()
@@ -128,8 +127,9 @@ def test_sizes_that_do_not_match_are_left_to_torch(native):
 @pytest.mark.parametrize("is_uneven", [False, True])
 @pytest.mark.parametrize("index", [-500, 40000])
 def test_an_index_that_changes_while_it_is_read_is_never_followed(native, index, is_uneven):
-    """A thread writes it as fast as it can, while others look at it, sort and multiply: what they would
-    follow was looked at.
+    """One thread writes the index continuously, while others check it, sort, and multiply.
+
+    Only checked indices may be followed.
     """
     _, (weight_format, tensors), _ = twins(4, 32, 2048, 64)
     if is_uneven:
@@ -160,7 +160,7 @@ def test_groups_that_are_not_whole_are_multiplied_code_by_code(native):
     assert not is_tiled(weight_format, tensors)
     assert torch.allclose(
         kernel.linear(given, tensors, weight_format), given @ weight.t(), rtol=0, atol=1e-4
-    )  # sums in another order
+    )  # sums have another order
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -1,5 +1,6 @@
-"""Columns whose words lie across lines of the cache, as in most files: they are computed alike, and nothing
-beyond them is read.
+"""Tests of columns whose words cross cache lines, as in most files.
+
+Results must be the same, and no memory beyond the words may be read.
 """
 
 import itertools
@@ -12,7 +13,8 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
 from tests.support.kernel_layers import Case, at_the_end_of_a_page, misplaced
 
-# rows of words are whole lines; columns are several parts for one row, and end within what is taken together
+# rows of words are whole cache lines; one activation row has several parts of columns, and the last vector of
+# columns is incomplete
 LAYERS = {
     **{
         f"w{bits} {reading}": Case(Gptq(bits, 128, False, reading, g_idx_length=384), 384, 2144)

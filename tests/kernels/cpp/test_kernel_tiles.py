@@ -1,6 +1,4 @@
-"""Products in bfloat16: by Intel's tiles or by vectors where there are any, and anywhere by what stands in
-for them.
-"""
+"""Tests of products in bfloat16: by Intel's tiles, by vectors, and by their emulation."""
 
 import ctypes
 import itertools
@@ -64,8 +62,8 @@ TILED = {
     "awq g64, 1096 outputs": Case(Awq(group_size=64), 192, 1096),
     "awq channel, 33 inputs": Case(Awq(group_size=-1), 33, 264),
 }
-# parts of 128 outputs, of which fewer than are read side by side are left; and inputs that are taken in
-# several passes
+# parts of 128 outputs, with a remainder of fewer outputs than are read together; and inputs that need several
+# passes
 FEW = {
     "fp8 blocks of 128x128, 1030 outputs": blocks(300, 1030, 128, 128),
     "fp8 channel, 33000 inputs": fp8(33000, 40, strategy="channel"),
@@ -75,7 +73,7 @@ ROWS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 64, 129, 520)
 
 
 VECTORS, TILES = 1, 2
-"""What `hfq_use_short` is told."""
+"""Arguments of `hfq_use_short`."""
 
 
 @pytest.fixture(
@@ -88,7 +86,7 @@ VECTORS, TILES = 1, 2
     ],
 )
 def form(request):
-    """(the compiled part in use, how it multiplies bfloat16)."""
+    """Returns the C++ library in use, and its form of products in bfloat16."""
     name, wanted = request.param
     loaded = request.getfixturevalue(name)
     with library.use(loaded):
@@ -121,8 +119,9 @@ def rows_of(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def is_rounded(found: torch.Tensor, activations: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a result is that of rounding what is exact up to float32's sums; rounding keeps the order of
-    numbers.
+    """Returns True if a result is the exact product, up to float32 sums, rounded.
+
+    Rounding preserves the order of numbers, so rounded bounds contain the result.
     """
     given, weight, dtype = activations.double(), weight.double(), activations.dtype
     assert (found.dtype, found.shape) == (dtype, (activations.shape[0], weight.shape[0]))
@@ -143,12 +142,12 @@ def test_float16_of_more_than_8_rows_is_multiplied_as_two_bfloat16(layer):
     given[3] *= 2.0**-14  # subnormal numbers
     given[4] *= 2.0**12
     if weight.abs().max() > 100:
-        given *= 2.0**-9  # for results that are numbers
+        given *= 2.0**-9  # keeps results finite
     few = kernel.linear(given[:9], tensors, weight_format)
     for rows in (9, 15, 16, 64, 65, 129, 257, 529):
         found = kernel.linear(given[:rows], tensors, weight_format)
         assert is_rounded(found, given[:rows], weight), rows
-        assert torch.equal(found[:9], few), rows  # whatever rows are beside them
+        assert torch.equal(found[:9], few), rows  # independent of the other rows
     assert torch.equal(kernel.linear(given[::2][:40], tensors, weight_format), found[::2][:40])
 
 
@@ -163,7 +162,7 @@ def test_float16_that_is_not_finite_reaches_its_own_row_alone(tiles, value):
     assert torch.equal(found[[*range(7), *range(8, 20)]], expected[[*range(7), *range(8, 20)]])
     alone = (given[7].double() @ weight.double().t()).to(torch.float16)
     if abs(value) == 65504:
-        assert torch.allclose(found[7], alone, rtol=2e-3, atol=1)  # one rounding, of sums of large numbers
+        assert torch.allclose(found[7], alone, rtol=2e-3, atol=1)  # one rounding of sums of large numbers
     else:
         assert torch.equal(found[7].isnan(), alone.isnan())
         assert torch.equal(found[7][~alone.isnan()], alone[~alone.isnan()])
@@ -184,8 +183,9 @@ def test_powers_of_two_as_scales_are_kept_however_small(tiles, lowest):
 
 
 def test_a_row_is_multiplied_alike_among_any_others(form, layer):
-    """But for one alone, and without tiles up to eight (3 bits: three, AWQ: five). Sums cancel: another order
-    would be seen.
+    """Exceptions: one row alone, and, without tiles, up to eight rows (3 bits: three, AWQ: five).
+
+    Sums cancel, so that another order of summation would change results.
     """
     weight_format, tensors, weight = layer
     is_awq = isinstance(weight_format, Awq) and weight_format.version == "gemm"
@@ -244,7 +244,7 @@ def test_what_is_not_finite_stays_in_its_own_row(layer):
         faulty = activations.clone()
         faulty[17, weight.shape[1] - 1] = value
         found = kernel.linear(faulty, tensors, weight_format)
-        exact = faulty[17].float() * weight  # zero codes make NaNs of infinities
+        exact = faulty[17].float() * weight  # zero codes turn infinities into NaN
         assert not found[17].isfinite().any()
         assert torch.equal(found[17].isnan(), exact.isnan().any(1))
         assert torch.equal(found[:17], expected[:17])
@@ -268,9 +268,7 @@ def test_a_nan_code_reaches_its_own_output_alone(tiles, dtype, rows):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_activations_of_every_size_come_back_from_an_identity(tiles, flushed, monkeypatch):
-    """Subnormal ones among them, in rows of like size; whatever the caller does with subnormal floats, on any
-    threads.
-    """
+    """Includes subnormal numbers, in rows of similar magnitude, with any denormal setting and threads."""
     tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
     weight_format = Fp8(strategy="tensor", scale_shape=())
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(SHORT)
@@ -312,7 +310,7 @@ def test_forms_are_chosen_and_chosen_back(form):
 
 
 def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
-    """Those that are not tiled among them."""
+    """The layers include some that are not tiled."""
     cases = [
         gptq(4, 32),
         gptq(4, 32, scatter=True),
@@ -346,13 +344,11 @@ class Mallinfo(ctypes.Structure):
     _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
 
     def in_use(self) -> int:
-        return self.field7 + self.field4  # uordblks and hblkhd: in arenas, and in maps of their own
+        return self.field7 + self.field4  # uordblks and hblkhd: bytes from the heap and from mmap
 
 
 def kept_by_a_thread(activations, tensors, weight_format, monkeypatch) -> int:
-    """Bytes that a thread of its own, which has kept nothing yet, keeps after a product, beside the
-    result.
-    """
+    """Returns the bytes that a new thread keeps after a product, without the result."""
     mallinfo, grown = getattr(ctypes.CDLL(None), "mallinfo2", None), []
     if mallinfo is None:
         pytest.skip("another C library")
@@ -390,7 +386,7 @@ def test_what_a_thread_keeps_does_not_grow_with_the_weight(tiles, name, monkeypa
 
 
 class Guarded:
-    """Bytes between two pages that nobody may read or write."""
+    """Bytes between two pages that can be neither read nor written."""
 
     def __init__(self, tensor: torch.Tensor, at_end: bool) -> None:
         nbytes = tensor.numel() * tensor.element_size()

@@ -1,6 +1,4 @@
-"""Activations as integers times AVX-512's dot products of bytes: bit for bit what AVX-512 computes without
-them.
-"""
+"""Tests that integer activations give the same bits with and without dot products of bytes (VNNI)."""
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from hfq.kernels.cpp.layers import DTYPES
 from tests.support.kernel_layers import CASES, Case, packed
 
 ROWS = (1, 2, 3, 8, 17)
-# several spans to a group, parts of several strips, and columns and rows that end within what is taken
-# together
+# groups of several spans, parts of several strips, and incomplete last vectors of columns and rows
 LARGER = {
     **{
         f"w{bits} g{size}, {out_features} outputs": Case(
@@ -30,7 +27,7 @@ LARGER = {
             (8, 176, 36),
         )
     },
-    **{  # more columns than a part of one row has
+    **{  # more columns than a part has for one row
         f"w{bits}, 16480 outputs, zeros {reading}": Case(
             Gptq(bits, 64, False, reading, g_idx_length=128), 128, 16480
         )
@@ -61,7 +58,7 @@ def compare(loaded, case: Case) -> None:
     for rows in ROWS:
         for dtype in DTYPES:
             activations = random(rows, case.in_features, dtype)
-            activations[:, 64:128] = activations[:, :1]  # of one size: they have no lowest limbs
+            activations[:, 64:128] = activations[:, :1]  # equal magnitudes have no lowest limbs
             loaded.hfq_use_vnni(0)
             expected = kernel.linear(activations, tensors, weight_format)
             loaded.hfq_use_vnni(-1)
@@ -72,7 +69,7 @@ def compare(loaded, case: Case) -> None:
 def test_no_bit_depends_on_how_bytes_are_multiplied(native, name):
     if not native.hfq_use_vnni(-1):
         pytest.skip("this processor has no dot products of bytes")
-    native.hfq_use_short(0)  # bfloat16 as integers, too
+    native.hfq_use_short(0)  # multiplies bfloat16 as integers, too
     compare(native, CASES.get(name) or LARGER[name])
 
 

@@ -1,4 +1,4 @@
-"""A child of a fork has none of the threads that its parent's OpenMP runtime would wait for in it."""
+"""Tests that products in the child of a fork do not wait for the parent's OpenMP threads."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from tests.support.kernel_layers import CASES
 
 
 def test_products_in_children_wait_for_none_of_the_parents_threads(compiled):
-    """hfq is first imported in the child, or its parent has loaded the compiled part and not used it."""
+    """The child imports hfq first, or its parent has loaded the C++ library without using it."""
     run = programs.run("multiply_in_children", timeout=400, HFQ_DISABLE_CPP="0")
     assert run.stdout == "[0, 0, True, 0, 0]\n", run.stderr
 
@@ -26,7 +26,7 @@ def test_no_memory_is_an_error_and_not_the_end_of_the_process(native):
     layer = describe_layer(weight_format, tensors)
     given, result = torch.ones(1, layer.in_features), torch.empty(layer.in_features, layer.out_features)
 
-    def starve():  # a thread has nothing from earlier calls
+    def starve():  # a new thread has no scratch from earlier calls
         resource.setrlimit(resource.RLIMIT_AS, (0, 0))
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p

@@ -1,6 +1,4 @@
-"""e4m3 codes as bfloat16, as on processors that multiply it: every code, every way that scales lie, parts of
-every size.
-"""
+"""Tests of e4m3 codes as bfloat16: every code, every layout of scales, and parts of every size."""
 
 import pytest
 import torch
@@ -47,7 +45,7 @@ def shifts(request, monkeypatch):
 
 @pytest.fixture(params=[1, 6000, fp8_bfloat16.PART_NUMEL])
 def part_numel(request, monkeypatch):
-    """Parts of so many codes."""
+    """Sets the number of codes per part."""
     monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", request.param)
 
 

@@ -1,5 +1,6 @@
-"""Products of int8 activations and int8 weights: the integers exact, the results as those of rounded
-activations.
+"""Tests of products of int8 activations and int8 weights.
+
+Integer products must be exact, and results equal those of rounded activations.
 """
 
 import ctypes
@@ -31,12 +32,12 @@ from tests.support.kernel_layers import misplaced
 TOKEN, TENSOR = ActivationScheme("token", dtype="int8"), ActivationScheme("tensor", dtype="int8")
 LLM = ActivationScheme("token", dtype="int8", outlier_threshold=6.0)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Of the result's norm: scales and sums in float32, and the rounding of the result."""
+"""Tolerances relative to the norm: scales and sums in float32, and rounding of the result."""
 
 
 @pytest.fixture
 def integers(compiled, monkeypatch):
-    """The compiled part, in use for one test."""
+    """Enables the C++ library for one test."""
     monkeypatch.setattr(int8, "is_built", lambda: True)
     if compiled_int8._library() is None:
         pytest.skip("int8.cpp is not built")
@@ -58,13 +59,13 @@ def random_rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 def exact(activations, tensors, weight_format, scheme):
-    """In double, with activations rounded in float32."""
+    """Computes the product in double, with activations rounded in float32."""
     rounded = quantize_activations(activations.float(), scheme, tensors)
     return rounded.double() @ weight_format.dequantize(tensors, torch.float64).t()
 
 
 def by_torchs_operations(activations, tensors, weight_format, scheme):
-    """Rounded and scaled by torch; the integers are multiplied as ever."""
+    """Rounds and scales by torch's operations; the integer product is unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(int8, "_is_for_fused", lambda rows: False)
         return int8.linear(activations, tensors, weight_format, scheme)
@@ -117,7 +118,7 @@ def test_every_number_of_rows_has_the_plain_sums(integers, in_features, engine):
 
 @pytest.mark.parametrize("engine", Engine)
 def test_nothing_is_read_beyond_the_weight_or_written_beyond_the_result(integers, engine):
-    """The weight ends where the memory ends that may be read."""
+    """The weight ends at the end of readable memory."""
     skip_without(engine)
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     memory = mmap.mmap(-1, 9 * page)
@@ -167,7 +168,7 @@ def test_results_are_those_of_rounded_activations(integers, weight_format, schem
     for dtype, bound in ROUNDING.items():
         for shape in ((1,), (2,), (3,), (8,), (17,), (128,), (2, 5), ()):
             activations = random_rows(*shape, 99, dtype=dtype)
-            activations[..., 7] *= 20  # an outlier, for LLM.int8()
+            activations[..., 7] *= 20  # an LLM.int8() outlier
             expected = exact(activations, tensors, weight_format, scheme)
             found = int8.linear(activations, tensors, weight_format, scheme)
             assert found.dtype == dtype
@@ -211,7 +212,7 @@ def test_one_call_gives_the_bits_of_torchs_operations(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("power", [-132, -126, -106, -20, 0, 20, 100, 120])
 def test_codes_beside_a_half_are_those_of_a_division(integers, power, dtype):
-    """An amplitude of 127.5 makes a scale of 1; the others have a scale of more digits."""
+    """An amplitude of 127.5 has a scale of 1; the other scales have more digits."""
     halves = torch.arange(-127.5, 128, 1.0)
     beside = torch.cat(
         [halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))]
@@ -231,7 +232,7 @@ def test_codes_beside_a_half_are_those_of_a_division(integers, power, dtype):
 
 @pytest.mark.parametrize("engine", Engine)
 def test_the_smallest_floats_count_whichever_thread_multiplies(integers, engine, monkeypatch):
-    """A caller may have them taken for zeros (torch.set_flush_denormal), but on its own thread alone."""
+    """torch.set_flush_denormal treats subnormal floats as zeros, on the calling thread only."""
     skip_without(engine)
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
     weight_format, tensors = layer(2048, 1024)
@@ -287,7 +288,7 @@ def test_dot_products_and_tiles_round_any_number_of_rows(integers, monkeypatch):
 def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(
     integers, engine, tmp_path, monkeypatch
 ):
-    """Plain arrays stand in for AVX-512 and AMX; what is expected is computed without."""
+    """Emulates AVX-512 and AMX with plain arrays; expected results are computed without them."""
     made = tmp_path / "emulated.so"
     flags = [flag for flag in building.FLAGS if flag != "-O2"]
     subprocess.run(
@@ -366,11 +367,15 @@ def test_without_a_compiler_torch_multiplies_codes_in_bfloat16(rows, monkeypatch
     activations = random_rows(rows, 96, dtype=torch.bfloat16)
     found = int8.linear(activations, tensors, weight_format, TOKEN)
     expected = exact(activations, tensors, weight_format, TOKEN)
-    assert (found.double() - expected).norm() <= 2**-7 * expected.norm()  # the sum and the result are rounded
+    assert (
+        found.double() - expected
+    ).norm() <= 2**-7 * expected.norm()  # two roundings: the sum and the result
 
 
 def test_without_a_compiler_everything_else_goes_through_panels(monkeypatch):
-    monkeypatch.setattr(int8, "_has_exact_dots", lambda: False)  # or many rows would go to torch's `_int_mm`
+    monkeypatch.setattr(
+        int8, "_has_exact_dots", lambda: False
+    )  # otherwise, torch's `_int_mm` multiplies many rows
     weight_format, tensors = layer(37, 99)
     for activations in (random_rows(3, 99), random_rows(3, 99, dtype=torch.bfloat16), random_rows(40, 99)):
         rounded = quantize_activations(activations, TOKEN, tensors)
@@ -391,7 +396,7 @@ def test_without_a_compiler_torch_sums_many_rows_by_dot_products(integers, monke
     assert len(calls) == 0
     monkeypatch.setattr(int8, "is_built", lambda: False)
     assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
-    assert len(calls) == 2  # the probe, and the layer
+    assert len(calls) == 2  # one call of the probe, one of the layer
     int8.linear(activations[:31], tensors, weight_format, TOKEN)
     assert len(calls) == 2
     int8._has_exact_dots.cache_clear()
@@ -406,9 +411,7 @@ def test_without_a_compiler_torch_sums_many_rows_by_dot_products(integers, monke
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_lie_anywhere_in_a_file(compiled, is_compiled, dtype, monkeypatch):
-    """torch's `_weight_int8pack_mm` ends the process where it finds a weight, as most are, that is not
-    aligned to 16 bytes.
-    """
+    """torch's `_weight_int8pack_mm` ends the process if a weight is not aligned to 16 bytes; most are not."""
     monkeypatch.setattr(int8, "is_built", lambda: is_compiled)
     monkeypatch.setattr(int8, "_PACK_PART", 64 * 96)
     weight_format, tensors = layer(300, 96)
@@ -442,8 +445,9 @@ def test_what_is_made_on_the_way_does_not_grow_with_the_rows(integers):
 def llm_int8(
     activations: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, threshold: float
 ) -> torch.Tensor:
-    """Dettmers et al. 2022, section 3, step by step: equation 8 with vector-wise quantization of the channels
-    that are no outliers.
+    """Computes LLM.int8() step by step (Dettmers et al. 2022, section 3).
+
+    Equation 8 with vector-wise quantization of the channels without outliers.
     """
     channels = range(activations.shape[1])
     outliers = [channel for channel in channels if float(activations[:, channel].abs().max()) >= threshold]
@@ -465,7 +469,7 @@ def test_outliers_are_treated_as_published(compiled, is_compiled, threshold, mon
     scheme = dataclasses.replace(LLM, outlier_threshold=threshold)
     expected = llm_int8(activations, tensors["weight"], tensors["SCB"].double(), threshold)
     plain = panels.linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
-    if is_compiled and threshold == 6:  # few outliers stay beside the integers, many do not
+    if is_compiled and threshold == 6:  # few outliers are multiplied apart from the integers, many use panels
         monkeypatch.setattr(panels, "linear", None)
     found = int8.linear(activations, tensors, weight_format, scheme)
     assert (found.double() - expected).norm() <= 2e-6 * expected.norm()
@@ -516,7 +520,7 @@ def test_scales_of_any_dtype_are_read_as_they_lie(integers, dtype, scale_shape):
     weight_format, tensors = layer(37, 99, IntQuantized(scale_shape=scale_shape))
     tensors["weight_scale"] = (tensors["weight_scale"] * 2.0**-9).to(
         dtype
-    )  # subnormal ones among those of float16
+    )  # includes subnormal numbers of float16
     tensors["weight_scale"].view(-1)[0] = torch.finfo(dtype).smallest_normal / 4
     rows = random_rows(3, 99) * 2.0**20
     expected = by_torchs_operations(rows, tensors, weight_format, TOKEN)
@@ -548,9 +552,7 @@ def test_scales_that_are_written_in_place_are_the_next_products(integers):
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_stand_ins_for_tensors_are_left_to_torch(integers, rows):
-    """Their address is null: the compiled part would read there. What is made of them is nothing that later
-    products use.
-    """
+    """Their address is null, which the C++ library would read. Later products must not use their results."""
     weight_format, tensors = layer(64, 128)
     release_buffers()
     with FakeTensorMode() as mode:

@@ -1,4 +1,4 @@
-"""Panels in plain torch: the reference's weights, a faster product."""
+"""Tests of panels in plain torch against the weights of the reference kernel."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def layer(request):
 
 @pytest.fixture(params=[1 << 30, 4 * 352 * 5])
 def panel_nbytes(request, monkeypatch):
-    """Panels of so many bytes."""
+    """Sets the number of bytes per panel."""
     for module in (panels, reference):
         monkeypatch.setattr(module, "PANEL_NBYTES", request.param)
 
@@ -53,7 +53,7 @@ def test_products_and_gradients_are_close_to_the_references(layer, panel_nbytes,
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernel", [panels, reference], ids=["torch", "reference"])
 def test_weights_lie_anywhere_in_a_file(kernel, name):
-    """Which aligns tensors to 8 bytes; torch's own code may take more for granted."""
+    """Files align tensors to 8 bytes; torch's own code may assume more."""
     weight_format, tensors = CASES[name].make()
     for rows in (1, 4, 17):
         for dtype in RELATIVE:
@@ -95,7 +95,7 @@ def test_panels_are_of_whole_blocks_where_those_are_even(count, expected):
 
 
 def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
-    """Each batch of them would make every panel again."""
+    """Each batch would dequantize every panel again."""
     monkeypatch.setattr(panels, "BATCH_NBYTES", 1)
     weight_format, tensors = CASES["fp8 blocks"].make()
     fill, filled = panels._filler(tensors, weight_format, torch.float32), []
@@ -163,7 +163,7 @@ def test_double_activations_are_multiplied_in_double(layer):
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 @pytest.mark.parametrize("dtype", RELATIVE)
 def test_no_defaults_of_torchs_are_taken(layer, dtype, has_bfloat16, monkeypatch):
-    """Models are made, and run, under a default dtype of bfloat16 or another default device."""
+    """Models may be created and run under a default dtype of bfloat16 or another default device."""
     monkeypatch.setattr(panels, "_has_bfloat16", lambda: has_bfloat16)
     weight_format, tensors = layer
     activations = torch.randn(3, weight_format.shape(tensors)[1]).to(dtype)
@@ -179,7 +179,7 @@ def test_no_defaults_of_torchs_are_taken(layer, dtype, has_bfloat16, monkeypatch
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_activations_that_need_a_gradient_are_refused_and_spoil_nothing(layer, has_bfloat16, monkeypatch):
-    """Autograd goes through the module: a kernel that is called by itself keeps none of it."""
+    """Autograd uses the module; a kernel that is called directly records nothing."""
     monkeypatch.setattr(panels, "_has_bfloat16", lambda: has_bfloat16)
     weight_format, tensors = layer
     activations = torch.randn(2, weight_format.shape(tensors)[1])

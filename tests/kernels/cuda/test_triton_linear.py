@@ -1,6 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on a CPU: against exact products of the weight that the format
-dequantizes.
-"""
+"""Tests of the Triton kernels in Triton's interpreter on a CPU, against exact products."""
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from hfq.kernels.cuda import triton_linear
 
 READ = [name for name, case in CASES.items() if triton_linear.reason_against(case.format, 0, 0) is None]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Of the result's norm: a float32 sum of some hundred terms, and the rounding of the result."""
+"""Tolerances relative to the norm: float32 sums of some hundred terms, and rounding of the result."""
 
 
 def random_rows(count: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -27,7 +25,7 @@ def random_rows(count: int, in_features: int, dtype: torch.dtype, seed: int = 0)
 
 
 def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format) -> None:
-    """Against the product with the weight rounded once to the activations' dtype, in double."""
+    """Compares with the double product of the weight, rounded once to the activations' dtype."""
     dtype = activations.dtype
     expected = activations.double() @ weight_format.dequantize(tensors, dtype).double().t()
     if "bias" in tensors:
@@ -74,7 +72,7 @@ def test_many_rows_strides_dimensions_and_a_bias(name, monkeypatch):
     assert triton_linear.linear(many[:0], tensors, weight_format).shape == (0, out_features)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of NaN
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy warns about NaN
 def test_every_code_of_fp8_is_decoded_with_its_nan():
     for dtype, name in ((torch.float8_e4m3fn, "fp8 channel"), (torch.float8_e5m2, "fp8 e5m2")):
         weight_format = CASES[name].format
@@ -146,7 +144,7 @@ def test_equal_calls_give_equal_bits():
 
 
 def test_they_compile_for_gpus_that_are_not_there(tmp_path):
-    """Types, shapes and constants, which the interpreter lets pass and a compiler does not."""
+    """Checks types, shapes, and constants, which the compiler verifies and the interpreter does not."""
     done = programs.run("compile_triton", timeout=300, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.splitlines() == [
         "gptq_linear 75 True",

@@ -164,7 +164,8 @@ typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigne
 Team team = nullptr;
 pthread_once_t team_once = PTHREAD_ONCE_INIT;
 
-void forget_team() { team = nullptr; }  // the child of a fork has no threads, and its runtime would wait for them
+// the child of a fork has none of the threads, and its runtime would wait for them
+void forget_team() { team = nullptr; }
 void watch_forks() { pthread_atfork(nullptr, nullptr, forget_team); }
 
 void spread(void (*work)(void *), void *data, int64_t worth, int threads) {

@@ -27,11 +27,15 @@ template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy
 static HFQ_INLINE vf all(float value) { return value - (vf){}; }
 static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
-// from_int8: W signed bytes as floats. from_bytes: W unsigned bytes as integers. from_half: W float16 as
-// floats. dot_bytes: sums of two products, each of an unsigned and a signed byte. dot_shorts: sums of two
-// products of int16. pick_bytes: bytes of a table by their place in each 128 bits. pick_floats: floats of a
-// table by place. low_bytes, high_bytes, low_pairs, high_pairs: interleave the bytes, or pairs of bytes, of
-// two vectors, from the low or the high half of each 128 bits.
+// from_int8: W signed bytes as floats.
+// from_bytes: W unsigned bytes as integers.
+// from_half: W float16 as floats.
+// dot_bytes: sums of two products, each of an unsigned and a signed byte.
+// dot_shorts: sums of two products of int16.
+// pick_bytes: bytes of a table by their place in each 128 bits.
+// pick_floats: floats of a table by their place.
+// low_bytes, high_bytes, low_pairs, high_pairs: interleave the bytes, or pairs of bytes, of two vectors, from
+// the low or the high half of each 128 bits.
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
 static HFQ_INLINE vf from_int8(const char *p) {
     return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
