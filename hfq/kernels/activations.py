@@ -23,7 +23,7 @@ READABLE_DTYPES = ("e4m3", "int8")
 """The dtypes that activations can be rounded to."""
 
 TOPS = {"e4m3": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.5}
-"""The divisor of an amplitude, by dtype: compressed-tensors divides int8's whole range, 255, by two."""
+"""The divisor of an amplitude, by dtype. compressed-tensors halves int8's range of 255."""
 
 _LLM_INT8_TOP = 127.0
 

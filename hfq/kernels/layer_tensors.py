@@ -10,7 +10,7 @@ __all__ = ["LayerTensors"]
 
 
 class LayerTensors(dict[str, torch.Tensor]):
-    """A layer's tensors, by name in the checkpoint, whose addresses never change.
+    """Tensors of a layer, keyed by name in the checkpoint, whose addresses never change.
 
     Asking torch for a tensor's address and layout takes longer than multiplying by a small layer. Kernels
     therefore cache the answers here.

@@ -19,7 +19,7 @@ PANEL_NBYTES = 1 << 20
 """Bytes of a float32 panel on a CPU, unless `row_multiple` rows need more."""
 
 ACCELERATOR_PANEL_NBYTES = 16 << 20
-"""Bytes of a float32 panel on any other device, where each panel takes several launches. Not tuned."""
+"""Bytes of a float32 panel on other devices, where panels require several launches. Not tuned."""
 
 
 def linear(

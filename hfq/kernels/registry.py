@@ -129,7 +129,7 @@ KERNELS = {
 
 
 def check_kernel(preference: str) -> None:
-    """Checks a kernel name, and starts the C++ build in the background if the kernel may need it.
+    """Checks a kernel name, and starts the C++ build if the kernel may need it.
 
     Raises:
         SetupError: No kernel has that name.
@@ -228,11 +228,11 @@ def explain_kernels(
 
 
 def _reason_against(kernel: Kernel, device: str, scheme: ActivationScheme | None) -> str | None:
-    """Returns why a kernel cannot run on a device of this machine, for any layer; None if it can."""
+    """Returns why a kernel cannot run on a device of this machine, or None."""
     if not kernel.computes_on(device):
         return f"it computes on {' and '.join(kernel.devices)}"
     if kernel.rounds and scheme is None:
-        return "it multiplies rounded activations alone"
+        return "it multiplies rounded activations only"
     found = capability() if device == "cuda" else None
     if found is not None and found < kernel.capability:
         return f"it needs compute capability {'%d.%d' % kernel.capability}, the device has {'%d.%d' % found}"

@@ -158,7 +158,7 @@ PROBES = [
         "13.0",
         (),
         False,
-        "hfq does not call it: no machine was at hand to test the layout of its scales on",
+        "hfq does not call it: the layout of its scales is untested",
     ),
     ("marlin", (8, 0), "13.0", (), False, "gptqmodel is not installed"),
     ("marlin", (8, 0), "13.0", ("gptqmodel",), False, libraries._GPTQMODEL),

@@ -1,4 +1,4 @@
-"""Tests that the reference kernel keeps one buffer per thread and never allocates the weight."""
+"""Tests that the reference kernel keeps one buffer per thread, and no float weight."""
 
 import threading
 

@@ -231,7 +231,7 @@ _open_locks: set[io.FileIO] = set()
 
 
 def _close_locks() -> None:
-    """Closes the lock files in the child of a fork, where the thread that holds them does not exist."""
+    """Closes the lock files in the child of a fork, where no thread holds them."""
     for file in _open_locks:
         file.close()
     _open_locks.clear()

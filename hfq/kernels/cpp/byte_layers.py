@@ -54,7 +54,7 @@ def _against_scaled(weight_format: ScaledCodes, in_features: int) -> str | None:
 
 
 def _is_plain(weight_format: ScaledCodes) -> bool:
-    """Returns True if the format decodes like its base class, with zero points that the kernel reads."""
+    """Returns True if the format decodes like its base class, with supported zero points."""
     kind = type(weight_format)
     is_plain = kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
     return is_plain and weight_format.zero_dtype in (None, "I8")

@@ -1,4 +1,4 @@
-"""The library of int8.cpp, built on the first use of an int8 layer and loaded once per process."""
+"""The library of int8.cpp, built on first use and loaded once per process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Engine(enum.IntEnum):
 
 @functools.cache
 def is_built() -> bool:
-    """Returns True if the C++ library is available; waits for the build. The answer never changes."""
+    """Returns True if the C++ library is available; waits for the build, once."""
     return is_wanted() and _library() is not None
 
 
@@ -60,7 +60,7 @@ def best_engine() -> Engine:
 
 @functools.cache
 def takes_any_rows() -> bool:
-    """Returns True if one call rounds, multiplies, and scales any number of rows; requires `is_built`."""
+    """Returns True if `rounded_linear` supports any number of rows; requires `is_built`."""
     return best_engine() >= Engine.DOTS
 
 
@@ -128,9 +128,9 @@ class RoundedWeight:
 def rounded_linear(
     rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, most: Engine = Engine.TILES
 ) -> None:
-    """Rounds each row to int8 under its own scale and multiplies by a weight; requires `is_built`.
+    """Rounds rows to int8 and multiplies by a weight; requires `is_built`.
 
-    The result is bit-identical to torch's.
+    Each row has its own scale. The result is bit-identical to torch's.
 
     Args:
         rows: float32 or bfloat16 [rows, in_features], each row contiguous.

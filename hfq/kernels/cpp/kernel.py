@@ -32,7 +32,7 @@ from hfq.kernels.cpu import panels
 __all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "panel_linear"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""The most activation rows that are multiplied while decoding, by the dtype of torch's product of panels."""
+"""The most activation rows multiplied while decoding, by the dtype of products of panels."""
 
 _ALWAYS_FUSED = min(FUSED_ROWS.values())
 
@@ -82,9 +82,9 @@ def grouped_linear(
     counts: Sequence[int],
     layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]],
 ) -> torch.Tensor | None:
-    """Computes `linear` for several layers, each with its own rows, in one call; used for experts.
+    """Computes `linear` for several layers, each with its own rows, in one call.
 
-    The result is bit-identical to separate calls of `linear`.
+    Used for experts. The result is bit-identical to separate calls of `linear`.
 
     Args:
         activations: [rows, in_features], sorted by layer.
@@ -146,7 +146,7 @@ def linear_grad(
 def panel_linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, panel_nbytes: int
 ) -> torch.Tensor:
-    """Computes `panels.linear` with panels that the C++ library dequantizes, if it reads the layer.
+    """Computes `panels.linear`, and dequantizes in the C++ library if it reads the layer.
 
     Args:
         activations: [..., in_features].
@@ -172,7 +172,7 @@ def _most_fused(dtype: torch.dtype) -> int:
 def _layer(
     values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> CppLayer | None:
-    """Returns the layer for the C++ library; None if it cannot read it, or there is nothing to multiply."""
+    """Returns the layer for the C++ library; None if it is unsupported or empty."""
     if not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr():  # no values, or a FakeTensor
         return None
     return describe_layer(weight_format, tensors)

@@ -29,7 +29,7 @@ ABI = 7
 """The value that `hfq_abi` of src/kernels.cpp must return."""
 
 Engine = Literal["auto", "cpp", "torch"]
-"""The library of products: `"auto"` is `"cpp"` unless the environment disables it; `"torch"` is none."""
+"""The choice of a library: `"auto"` is `"cpp"` unless disabled; `"torch"` is none."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ _choice = _Choice()
 
 
 def start() -> None:
-    """Starts the build in the background, unless the library is disabled or the build was started."""
+    """Starts the build in the background, unless it is disabled or was started."""
     if _choice.is_settled or _choice.thread is not None or not _choice.is_wanted:
         return
     _choice.thread = threading.Thread(target=_choice.settle, name="hfq-build", daemon=True)
@@ -107,7 +107,7 @@ def reason_missing() -> str | None:
 
 @contextlib.contextmanager
 def use(engine: Engine | ctypes.CDLL) -> Iterator[None]:
-    """Replaces the library that all threads of this process multiply with, until the context ends.
+    """Replaces the library of all threads of this process, until the context ends.
 
     For tests and comparisons. Contexts may be nested. The library is built on first use. The end of the
     context restores its default settings (`hfq_use…`).
@@ -155,7 +155,10 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _forget() -> None:
-    """Replaces the choice in the child of a fork, where the build thread is gone and may hold the lock."""
+    """Resets the choice in the child of a fork.
+
+    The child has no build thread, but its copy of the lock may be held.
+    """
     global _choice
     if not _choice.is_settled:
         _choice = _Choice(_choice.engine)

@@ -52,7 +52,7 @@ _INTEGERS = {
     values: (_integers(values, unit, offset), unit, offset)
     for values, unit, offset in ((_OFFSET, 1, 8), (E2M1, 0.5, 12), (MXINT4, 0.25, 7))
 }
-"""The values as unsigned integers, with the value of 1 and the offset that was added to each."""
+"""The values as unsigned integers, with the value of 1 and the offset added to each."""
 
 _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 
@@ -93,7 +93,7 @@ def fp4(
 
 
 def _against_mlx(weight_format: Mlx, in_features: int) -> str | None:
-    return None if weight_format.num_bits == 4 else "of mlx's affine codes it reads those of 4 bits"
+    return None if weight_format.num_bits == 4 else "it reads 4-bit codes of mlx affine only"
 
 
 @reads(Mlx, refuses=_against_mlx)
@@ -128,7 +128,7 @@ def mlx_affine(
 def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
     """Returns why the C++ library cannot multiply by such a layer, or None."""
     if weight_format.num_bits != 4:
-        return "of pack-quantized it reads 4-bit codes"
+        return "it reads 4-bit codes of pack-quantized only"
     groups = weight_format.scale_shape[1] if len(weight_format.scale_shape) == 2 else 1
     is_cut = groups > 1 and not weight_format.has_g_idx and -(-in_features // groups) % 2
     return "a group ends within a byte" if is_cut else None
@@ -174,7 +174,10 @@ def pack_quantized(
 def awq_rows(
     weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """Describes a layer of gemv or gemv_fast; gemv_fast has scales and zero points [groups, outputs]."""
+    """Describes a layer of gemv or gemv_fast.
+
+    Scales and zero points of gemv_fast are [groups, outputs].
+    """
     codes = tensors["qweight"]
     scales = tensors["scales"]
     zeros = tensors[weight_format.zeros_name]
@@ -207,9 +210,12 @@ def awq_rows(
 
 
 def _against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
-    """Returns why the C++ library cannot multiply by such a layer: blocks divide the flattened weight."""
+    """Returns why the C++ library cannot multiply by such a layer, or None.
+
+    Blocks divide the flattened weight, so they may cross rows.
+    """
     if in_features % 2 or (weight_format.blocksize and in_features % weight_format.blocksize):
-        return f"a row does not end with a block of {weight_format.blocksize}"
+        return f"a row does not end with a whole block of {weight_format.blocksize}"
     return None
 
 

@@ -29,8 +29,9 @@ def team() -> int | None:
 
 
 _process, _FORKED = os.getpid(), 0x40
-"""The process that imported this module, and Linux's flag of a forked process that has not called exec
-(PF_FORKNOEXEC, sched.h).
+"""The process that imported this module, and Linux's flag PF_FORKNOEXEC (sched.h).
+
+The flag marks a forked process that has not called exec.
 """
 
 

@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 PART_NUMEL = 1 << 20
-"""Number of sums scaled together, and four times the number of codes converted through float32 together.
+"""Number of sums that are scaled together. One row of a matrix is never split.
 
-One row of a matrix is never split.
+A quarter as many codes are converted through float32 together.
 """
 
 _UNIT = 2.0**120  # value of 1 in the shifted bits
@@ -140,7 +140,7 @@ def fill_blocks(
 
 
 def _shift(codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor) -> bool:
-    """Writes 2^-120 of codes as bfloat16 bits; returns False for NaN, which would become a number."""
+    """Writes 2^-120 of codes as bfloat16 bits; returns False if a code is NaN."""
     if has_nan(codes, unsigned):
         return False
     bits.copy_(codes).mul_(1 << 4).bitwise_and_(-0x7810)  # 0x87F0 clears the copies of the sign
@@ -184,13 +184,16 @@ def _panel(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _flushes_subnormals() -> bool:
-    """Returns True if this thread treats subnormal numbers as zeros (`torch.set_flush_denormal`)."""
+    """Returns True if `torch.set_flush_denormal` is on for this thread."""
     return _LEAST * 2 == 0
 
 
 @functools.lru_cache(maxsize=64)
 def _unused(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns a mean and variance for which batch norm leaves channels unchanged, and an empty output."""
+    """Returns a mean of 0, a variance of 1, and an empty output for batch norm.
+
+    This mean and variance leave channels unchanged.
+    """
     with torch.inference_mode(False):
         zeros = torch.zeros(count, dtype=torch.float32, device="cpu")
         return zeros, zeros + 1, zeros[:0]

@@ -50,7 +50,7 @@ BATCH_NBYTES = 4 << 20
 """The most bytes of float32 activations or sums that are allocated together."""
 
 _MOST_OUTLIERS = 1 / 32
-"""The largest share of input channels that are LLM.int8() outliers; for more, panels are used."""
+"""The largest share of channels that are LLM.int8() outliers; for more, panels are used."""
 
 _OUTLIER_ROWS = 16
 """Rows, padded with zeros, that are multiplied by outlier channels together.
@@ -78,7 +78,7 @@ in_features must be a multiple of the second number.
 """
 
 _PACK_ALIGNMENT, _PACK_PART = 16, 1 << 18
-"""Alignment of the weight in bytes that `_weight_int8pack_mm` requires, and codes per copied part.
+"""Alignment in bytes that `_weight_int8pack_mm` requires, and codes per copied part.
 
 With AVX-512 and four rows or more, it ends the process if the weight is not aligned (torch 2.13). Files align
 tensors to 8 bytes only, so unaligned weights are copied in parts of about this many codes.
@@ -88,19 +88,21 @@ tensors to 8 bytes only, so unaligned weights are copied in parts of about this 
 def reason_against(
     weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
 ) -> str | None:
-    """Returns why a layer under a scheme is unsupported, or None; the first call may wait for a build."""
+    """Returns why a layer under a scheme is unsupported, or None; may wait for the C++ build."""
     if type(weight_format) not in (IntQuantized, BnbInt8) or not isinstance(weight_format, ScaledCodes):
         return f"it does not read {weight_format.name}"
     if scheme.dtype != "int8" or scheme.strategy == "group":
         return f"it does not round to {scheme.dtype} by {scheme.strategy}"
     if weight_format.has_columns or weight_format.strategy not in ("tensor", "channel"):
-        return "it reads codes under a scale for each row, or one for all"
+        return "it reads codes with one scale per row, or one for all"
     if not 0 < in_features < _MOST_INPUTS:
-        return f"{in_features} inputs are not fewer than {_MOST_INPUTS}"
+        return f"{in_features} inputs are too many: it supports fewer than {_MOST_INPUTS}"
     if is_built():
         return None
     if weight_format.zero_dtype or in_features % _PACK_MULTIPLE:
-        return f"without its compiled part it reads symmetric codes of a multiple of {_PACK_MULTIPLE} inputs"
+        return (
+            f"without the C++ library, it requires symmetric codes and a multiple of {_PACK_MULTIPLE} inputs"
+        )
     return None
 
 
@@ -110,11 +112,11 @@ def linear(
     weight_format: ScaledCodes,
     scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """Computes `quantize_activations(activations) @ W.T (+ bias)`, and scales sums of codes in float32.
+    """Computes `quantize_activations(activations) @ W.T (+ bias)`.
 
-    Temporary tensors have at most `BATCH_NBYTES`, plus the outlier channels of the weight and `_OUTLIER_ROWS`
-    rows of their sums. Without a compiler, a buffer holds `_PACK_PART` codes of an unaligned weight, or 64
-    rows if those are more.
+    Sums of codes are scaled in float32. Temporary tensors have at most `BATCH_NBYTES`, plus the outlier
+    channels of the weight and `_OUTLIER_ROWS` rows of their sums. Without a compiler, a buffer holds
+    `_PACK_PART` codes of an unaligned weight, or 64 rows if those are more.
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
@@ -167,7 +169,7 @@ def _is_for_fused(rows: torch.Tensor) -> bool:
 def _fused_weight(
     tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
 ) -> RoundedWeight | None:
-    """Returns the weight for `rounded_linear`, cached with a module's tensors; None if unsupported."""
+    """Returns the cached weight for `rounded_linear`; None if unsupported."""
     answers = tensors.answers if type(tensors) is LayerTensors else {}
     answer = answers.get("int8")
     if isinstance(answer, tuple) and answer[0] is weight_format and answer[1] is scheme:
@@ -215,7 +217,7 @@ def _has_rows(weight: torch.Tensor) -> bool:
 def _multiplier(
     rows: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Returns a function of codes (int8 [rows, in_features]) and weight; None if panels are better."""
+    """Returns a product of int8 codes [rows, in_features] and weight; None to use panels."""
     count, in_features = rows.shape
     if not count or not _has_rows(weight) or not rows.data_ptr():
         return None

@@ -42,13 +42,16 @@ The size fits 256 rows of a 7B model in bfloat16. Rows of a panel share the read
 """
 
 _ALIGNED_ROWS = (128, 32)
-"""Preferred multiples of a panel's rows: the usual rows of a block, and of a library's inner loop."""
+"""Preferred multiples of a panel's rows: rows of a block, and of a library's inner loop."""
 
 BATCH_NBYTES = 16 << 20
 """The most bytes of activations that are converted together."""
 
 Fill = Callable[[int, int, torch.dtype], torch.Tensor]
-"""(first output row, rows, dtype) → a part of the weight, [rows, in_features], valid until the next call."""
+"""(first output row, rows, dtype) → a part of the weight, [rows, in_features].
+
+The part is valid until the next call.
+"""
 
 
 def linear(
@@ -57,7 +60,7 @@ def linear(
     weight_format: Format,
     panel_nbytes: int | None = None,
 ) -> torch.Tensor:
-    """Computes `reference.linear` with large panels; for other devices than a CPU, calls it.
+    """Computes `reference.linear` with large panels; on other devices, calls it.
 
     Args:
         activations: [..., in_features], float32, bfloat16, or float16.
@@ -79,7 +82,7 @@ def linear(
 def linear_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """Computes `reference.linear_grad` with large panels; for other devices than a CPU, calls it."""
+    """Computes `reference.linear_grad` with large panels; on other devices, calls it."""
     if grad.device.type != "cpu":
         return reference.linear_grad(grad, tensors, weight_format)
     return multiply_grad(
@@ -122,7 +125,7 @@ def multiply(
 
 
 def _multiply_panel(rows: torch.Tensor, fill: Fill, result: torch.Tensor, span: range) -> None:
-    """Multiplies by the output rows `span` of the weight, and writes their columns of the result."""
+    """Multiplies by output rows `span` of the weight, and writes columns of the result."""
     panel, target = fill(span.start, len(span), rows.dtype), result[:, span.start : span.stop]
     if target.dtype == rows.dtype:
         torch.mm(rows, panel.t(), out=target)

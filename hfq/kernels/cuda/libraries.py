@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["LIBRARIES", "Library", "capability", "probe"]
 
-_GPTQMODEL = "hfq does not call it: it multiplies a repacked copy of the weight, which would be a second one"
+_GPTQMODEL = "hfq does not call it: it requires a second, repacked copy of the weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ LIBRARIES = {
         (9, 0),
         (9, 0),
         (12, 9),
-        unused="hfq does not call it: no machine was at hand to test the layout of its scales on",
+        unused="hfq does not call it: the layout of its scales is untested",
     ),
     "marlin": Library((7, 5), package="gptqmodel", unused=_GPTQMODEL),
     "machete": Library((9, 0), (9, 0), package="gptqmodel", unused=_GPTQMODEL),
@@ -51,7 +51,10 @@ LIBRARIES = {
         (7, 5), package="kernels", unused="hfq does not call it: it runs code from the network"
     ),
 }
-"""Sources: torch's documentation of `scaled_mm` and pytorch#153555, #158037; gptqmodel 7.7's declarations."""
+"""Kernels of other libraries, by name.
+
+Sources: torch's documentation of `scaled_mm`; pytorch#153555, #158037; gptqmodel 7.7's declarations.
+"""
 
 
 @functools.cache

@@ -17,7 +17,10 @@ __all__ = ["fp8_linear", "gptq_linear", "quantize_e4m3"]
 
 @triton.jit
 def _field(words, following, shift, BITS: tl.constexpr):
-    """Extracts `BITS` bits from bit `shift` of unsigned words; a field may end in the following words."""
+    """Extracts `BITS` bits from bit `shift` of unsigned words.
+
+    A field may end in the following words.
+    """
     fields = words >> shift
     if 32 % BITS != 0:
         fields = fields | (following << tl.where(shift + BITS > 32, 32 - shift, 0))

@@ -37,11 +37,11 @@ __all__ = [
 FUSED_ROWS = 64
 """The most activation rows that are multiplied while decoding; more rows use panels.
 
-Not tuned: published crossovers of such kernels lie between 64 and 128 rows (vllm#2497).
+Not tuned: published crossovers of such kernels are between 64 and 128 rows (vllm#2497).
 """
 
 _PROGRAMS = 256
-"""Target number of concurrent programs: about two per multiprocessor of a large GPU. Not tuned."""
+"""Target number of programs: about two per multiprocessor of a large GPU. Not tuned."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_SPLITS = 16
@@ -249,7 +249,10 @@ def _launch_fp8(
 def _sharing(
     weight_format: Fp8, scale: torch.Tensor, out_features: int, in_features: int
 ) -> tuple[int, int, int]:
-    """Returns (outputs, inputs) that share a scale, and the scale stride from such outputs to the next."""
+    """Returns the outputs and inputs that share a scale, and the stride of scales.
+
+    The stride is the number of scales from one run of such outputs to the next.
+    """
     if weight_format.strategy == "tensor":
         return out_features, in_features, 0
     if weight_format.strategy == "channel":

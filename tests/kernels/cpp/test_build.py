@@ -1,4 +1,7 @@
-"""Tests of the build: it runs once for all callers, damaged files are not loaded, failure is harmless."""
+"""Tests of the build of the C++ library.
+
+It runs once for all callers, damaged files are never loaded, and a failure is harmless.
+"""
 
 import logging
 import os

@@ -33,7 +33,7 @@ def flags() -> set[str]:
 
 
 def detected(native: ctypes.CDLL) -> tuple[int, int, int]:
-    """Returns the level, the form of bfloat16 products, and True if dot products of bytes are used."""
+    """Returns the level, the form of bfloat16 products, and the use of dot products of bytes."""
     return native.hfq_use(-1), native.hfq_use_short(-1), native.hfq_use_vnni(-1)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the C++ kernel against exact products, for every layout and every level of the processor."""
+"""Tests of the C++ kernel against exact products, for every layout and level."""
 
 import ctypes
 import dataclasses
@@ -91,7 +91,10 @@ def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnorm
 @pytest.mark.parametrize("strategy", ["channel", "block"])
 @pytest.mark.parametrize(("in_features", "out_features"), [(320, 1100), (6404, 35), (90112, 18)])
 def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features, out_features):
-    """Many rows share scaled activations; long rows are read two at a time; NaN affects its row only."""
+    """Many rows share scaled activations, and long rows are read two at a time.
+
+    NaN affects its own row only.
+    """
     block = (128, 128) if strategy == "block" else None
     weight_format, tensors = fp8(in_features, out_features, strategy=strategy, block_structure=block).make()
     weight = weight_format.dequantize(tensors)
@@ -180,7 +183,10 @@ def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
     "places", [range(0), range(1, 16), range(16, 32), range(9, 32, 13), range(5, 32, 9), range(1, 32)]
 )
 def test_the_lowest_limbs_of_activations_count_wherever_they_are(native, name, level, places):
-    """The largest activations are multiplied by zeros; the others are so small that only lowest limbs remain."""
+    """The largest activations are multiplied by zeros.
+
+    The others are so small that they only have lowest limbs.
+    """
     case = CASES[name]
     weight = random(case.out_features, case.in_features)
     weight[:, ::32] = 0

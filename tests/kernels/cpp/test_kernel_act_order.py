@@ -26,7 +26,10 @@ SIZES = [
     (8, 32, 96, 12),
     (8, 352, 704, 200),
 ]
-"""(bits, group_size, in_features, out_features) of layers with many strips, or strips that end in a vector."""
+"""(bits, group_size, in_features, out_features) of layers.
+
+Some have many strips, or strips that end within a vector.
+"""
 
 ROWS = (1, 2, 3, 8, 17, 80, 129)
 
@@ -42,7 +45,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def twins(bits: int, group_size: int, in_features: int, out_features: int):
-    """Returns (format, tensors) of a sorted layer, the same of its scattered twin, and the permutation."""
+    """Returns (format, tensors) of a sorted layer and its scattered twin, and the permutation."""
     plain, tensors = Case(
         Gptq(bits, group_size, False, g_idx_length=in_features), in_features, out_features
     ).make()

@@ -183,9 +183,9 @@ def test_powers_of_two_as_scales_are_kept_however_small(tiles, lowest):
 
 
 def test_a_row_is_multiplied_alike_among_any_others(form, layer):
-    """Exceptions: one row alone, and, without tiles, up to eight rows (3 bits: three, AWQ: five).
+    """Exceptions: one row alone, and, without tiles, few rows.
 
-    Sums cancel, so that another order of summation would change results.
+    These are up to eight rows (3 bits: three, AWQ: five). Sums cancel, so that another order of summation would change results.
     """
     weight_format, tensors, weight = layer
     is_awq = isinstance(weight_format, Awq) and weight_format.version == "gemm"
@@ -268,7 +268,10 @@ def test_a_nan_code_reaches_its_own_output_alone(tiles, dtype, rows):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_activations_of_every_size_come_back_from_an_identity(tiles, flushed, monkeypatch):
-    """Includes subnormal numbers, in rows of similar magnitude, with any denormal setting and threads."""
+    """Includes subnormal numbers, with any denormal setting of the caller and any threads.
+
+    Numbers of one row have similar magnitudes.
+    """
     tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
     weight_format = Fp8(strategy="tensor", scale_shape=())
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(SHORT)

@@ -1,4 +1,4 @@
-"""Tests that integer activations give the same bits with and without dot products of bytes (VNNI)."""
+"""Tests that products of integer activations are bit-identical with and without VNNI."""
 
 import pytest
 import torch

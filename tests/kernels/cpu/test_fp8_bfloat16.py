@@ -1,4 +1,4 @@
-"""Tests of e4m3 codes as bfloat16: every code, every layout of scales, and parts of every size."""
+"""Tests of e4m3 codes as bfloat16: all codes, layouts of scales, and sizes of parts."""
 
 import pytest
 import torch

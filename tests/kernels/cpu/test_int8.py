@@ -411,7 +411,7 @@ def test_without_a_compiler_torch_sums_many_rows_by_dot_products(integers, monke
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_lie_anywhere_in_a_file(compiled, is_compiled, dtype, monkeypatch):
-    """torch's `_weight_int8pack_mm` ends the process if a weight is not aligned to 16 bytes; most are not."""
+    """torch's `_weight_int8pack_mm` ends the process if a weight is not aligned to 16 bytes."""
     monkeypatch.setattr(int8, "is_built", lambda: is_compiled)
     monkeypatch.setattr(int8, "_PACK_PART", 64 * 96)
     weight_format, tensors = layer(300, 96)
@@ -495,18 +495,18 @@ def test_the_kernel_is_chosen_for_rounded_activations_alone(integers):
     assert choose_kernel("auto", weight_format, 64, 64).name != "int8"
     assert choose_kernel("reference", weight_format, 64, 64, scheme=TOKEN).name == "reference"
     assert choose_kernel("int8", weight_format, 64, 64).name == "torch"
-    assert explain_kernels("int8", weight_format, 64, 64)["int8"] == "it multiplies rounded activations alone"
+    assert explain_kernels("int8", weight_format, 64, 64)["int8"] == "it multiplies rounded activations only"
 
 
 @pytest.mark.parametrize(
     ("weight_format", "scheme", "in_features", "part"),
     [
         (Fp8(), TOKEN, 64, "does not read fp8"),
-        (IntQuantized(scale_shape=(64, 2)), TOKEN, 64, "a scale for each row"),
+        (IntQuantized(scale_shape=(64, 2)), TOKEN, 64, "one scale per row"),
         (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token"), 64, "does not round to e4m3"),
-        (IntQuantized(scale_shape=(64, 1)), TOKEN, 1 << 17, "not fewer"),
+        (IntQuantized(scale_shape=(64, 1)), TOKEN, 1 << 17, "too many"),
         (IntQuantized(scale_shape=(64, 1)), TOKEN, 99, "multiple"),
-        (IntQuantized(scale_shape=(64, 1), zero_dtype="I8"), TOKEN, 64, "without its compiled part"),
+        (IntQuantized(scale_shape=(64, 1), zero_dtype="I8"), TOKEN, 64, "without the C++ library"),
     ],
 )
 def test_what_it_cannot_multiply_is_left_to_others_with_a_reason(weight_format, scheme, in_features, part):
@@ -552,7 +552,10 @@ def test_scales_that_are_written_in_place_are_the_next_products(integers):
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_stand_ins_for_tensors_are_left_to_torch(integers, rows):
-    """Their address is null, which the C++ library would read. Later products must not use their results."""
+    """Their address is null, which the C++ library would read.
+
+    Later products must not use their results.
+    """
     weight_format, tensors = layer(64, 128)
     release_buffers()
     with FakeTensorMode() as mode:

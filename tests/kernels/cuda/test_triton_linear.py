@@ -17,7 +17,7 @@ from hfq.kernels.cuda import triton_linear
 
 READ = [name for name, case in CASES.items() if triton_linear.reason_against(case.format, 0, 0) is None]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Tolerances relative to the norm: float32 sums of some hundred terms, and rounding of the result."""
+"""Relative tolerances: float32 sums of some hundred terms, and rounding of the result."""
 
 
 def random_rows(count: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_equal_calls_give_equal_bits():
 
 
 def test_they_compile_for_gpus_that_are_not_there(tmp_path):
-    """Checks types, shapes, and constants, which the compiler verifies and the interpreter does not."""
+    """Checks types, shapes, and constants, which the interpreter does not verify."""
     done = programs.run("compile_triton", timeout=300, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.splitlines() == [
         "gptq_linear 75 True",
