@@ -146,7 +146,7 @@ const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 
 const int64_t TILED_SCRATCH = 688 << 10;
 // more bytes of scratch per thread, after the first sorted layer: for strips of MOST_STRIP columns or more
 const int64_t SORTED_SCRATCH = 3 << 20;
-const int64_t MOST_STRIP = 64;     // columns of a strip that always fit into SORTED_SCRATCH
+const int64_t MOST_STRIP = 64;     // columns of a strip that must fit into SORTED_SCRATCH
 const int64_t MOST_GROUPS = 1024;  // groups per layer
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }

@@ -17,7 +17,7 @@ namespace {
 // processor with one of torch's, which stays awake for its next product.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-Team team = nullptr;
+Team team = nullptr;  // GOMP_parallel of the caller's OpenMP runtime, or null for the pool
 
 bool has_short();
 
@@ -65,7 +65,7 @@ struct Pool {
     int wanted = 0;                                     // threads that may still start on `parts`
     int active = 0;                                     // threads at work
 };
-Pool *pool = nullptr;
+Pool *pool = nullptr;  // made on first use
 pthread_once_t pool_once = PTHREAD_ONCE_INIT;
 
 void take_parts(Pool *p, const Parts &parts) {
