@@ -226,7 +226,7 @@ class Offloader:
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
-            self.source.choose()
+            self.source.begin_pass()
             self.prefetch_order.begin()
             is_complete = False
             try:

@@ -95,7 +95,6 @@ def run(request, tmp_path, imported):
 def test_a_truncated_file_ends_in_a_named_error_and_not_in_a_signal(run):
     text = run("truncated_file", returncode=1)
     last = text[text.rindex("hfq.errors.CheckpointError") :]
-    assert "model.layers." in last or "lm_head" in last or "model.embed_tokens" in last
     assert "changed after it was validated" in last
     assert "model.safetensors" in last
     assert "Fix: " in last

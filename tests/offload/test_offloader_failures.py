@@ -4,6 +4,7 @@ right.
 
 import copy
 import inspect
+import os
 import threading
 
 import pytest
@@ -114,20 +115,20 @@ def test_an_exception_in_an_earlier_hook_of_the_block_leaves_the_lock_free(build
 def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, folder, is_first, mode):
     stack, activations = build(layers=8, options=OffloadOptions(mode, read_ahead_nbytes=0)), random(3, SIZE)
     file = folder / "model.safetensors"
-    expected, content = stack.model(activations), file.read_bytes()
+    expected, content, times = stack.model(activations), file.read_bytes(), file.stat()
     stack.quiet()
     kept = 8 + int.from_bytes(content[:8], "little") if is_first else len(content) - 8
     with file.open("r+b") as stream:
         stream.truncate(kept)
-    for name in ("2", "0") if is_first else ("7", "7"):  # 0 and 1 had been read ahead
+    for _ in range(2):
         with pytest.raises(CheckpointError, match="changed after it was validated") as caught:
             stack.model(activations)
         assert caught.value.file == str(file)
-        assert caught.value.message.startswith(f"{name}:")
         assert stack.is_offloaded()
     assert isinstance(in_another_thread(lambda: stack.model(activations)), CheckpointError)
     with file.open("r+b") as stream:
         stream.write(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert torch.equal(in_another_thread(lambda: stack.model(activations)), expected)
 
 

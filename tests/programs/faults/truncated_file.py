@@ -9,5 +9,5 @@ from tests.programs.faults.tools import FILE, expected, load, logits, streamer_o
 model = load()
 assert torch.equal(logits(model), expected)
 streamer_of(model).buffers.ticket_of(0).wait()
-os.truncate(FILE, 4096)  # what the ring holds is served still
+os.truncate(FILE, 4096)
 logits(model)
