@@ -1,1 +1,1 @@
-"""`from_pretrained` of quantized checkpoints: from the meta model to the placed model."""
+"""Loading of quantized checkpoints through `from_pretrained`."""

@@ -1,6 +1,4 @@
-"""What is checked before transformers opens anything: the arguments, the local folder, the sizes its config
-claims.
-"""
+"""Checks of arguments, local folders, and config sizes before transformers opens a file."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from hfq.placement.device_map import AUTOMATIC, check_device
 __all__ = ["check_arguments", "check_sizes", "open_local"]
 
 _UNSUPPORTED = {
-    "gguf_file": "load GGUF files with transformers alone",
-    "state_dict": "pass the folder of the checkpoint instead",
-    "device_mesh": "leave it out; transformers makes the mesh that tp_plan asks for",
-    "ignore_mismatched_sizes": "correct the config; hfq never loads a tensor into a place of another size",
+    "gguf_file": "Load GGUF files without HfqConfig.",
+    "state_dict": "Pass the folder of the checkpoint instead.",
+    "device_mesh": "Leave it out. transformers creates the mesh for tp_plan.",
+    "ignore_mismatched_sizes": "Leave it out, and load with the config that was saved with the checkpoint.",
 }
 _NEEDED = ("hidden_size", "vocab_size", "d_model", "n_embd")
 _SIZES = (
@@ -56,12 +54,11 @@ _MOST_ELEMENTS = 1 << 50
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Refuses arguments of `from_pretrained` that hfq would have to ignore, and a device_map that is no
-    device.
+    """Checks the arguments of `from_pretrained`, `device_map` among them.
 
     Raises:
-        SetupError: An unsupported argument, or `max_memory` without an automatic device_map.
-        PlacementError: A device_map that names no device.
+        SetupError: An argument is unsupported, or `max_memory` is set without an automatic device map.
+        PlacementError: `device_map` names no device.
     """
     raise_first(
         SetupError(
@@ -76,52 +73,55 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     device_map = kwargs.get("device_map")
     if kwargs.get("max_memory") is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):
         raise SetupError(
-            "from_pretrained(max_memory=…) limits nothing without an automatic device_map. Nothing was "
-            "loaded.",
+            "from_pretrained(max_memory=…) requires an automatic device_map. Nothing was loaded.",
             expected=f"device_map={AUTOMATIC[0]!r}",
             found=f"device_map={device_map!r}"[:80],
-            fix="pass device_map='auto', or leave max_memory out",
+            fix="Pass device_map='auto', or leave max_memory out.",
         )
     if device_map is not None and (
         isinstance(device_map, bool) or not isinstance(device_map, (str, int, dict, torch.device))
     ):
         raise PlacementError(
-            "device_map is of a type that means nothing. Nothing was loaded.",
+            "device_map has an unsupported type. Nothing was loaded.",
             found=repr(device_map)[:80],
             expected='"auto", a device, or a dict',
-            fix='pass {"": "cpu"} or another dict',
+            fix='Pass "auto", or a dict such as {"": "cpu"}.',
         )
     if isinstance(device_map, str) and device_map not in AUTOMATIC:
         check_device(device_map)
         if device_map == "disk":
             raise PlacementError(
-                "device_map='disk' is not one of transformers' names. Nothing was loaded.",
+                "device_map='disk' is not valid. transformers accepts 'disk' only in a dict. Nothing was "
+                "loaded.",
                 found="'disk'",
                 expected="a dict",
-                fix='pass {"": "disk"}',
+                fix='Pass {"": "disk"}.',
             )
 
 
 def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
-    """Validates the checkpoint in a local folder; None for what is not a local folder's business.
+    """Validates the checkpoint in a local folder.
+
+    Returns:
+        The checkpoint, or None for a Hub id or a folder with only an adapter.
 
     Raises:
-        CheckpointError: The path is a file, or does not exist and can be no name of the hub, or the
-            checkpoint is damaged, or has headers alone and is not only planned.
+        CheckpointError: The path is a file, or does not exist and cannot be a Hub id. Also raised if the
+            checkpoint is damaged, or has only headers and is about to be loaded.
     """
     if path is None:
         raise CheckpointError(
-            "from_pretrained was given no checkpoint.",
-            expected="a folder or a model of the hub",
+            "from_pretrained requires a checkpoint.",
+            expected="a folder or a Hub id",
             found="None",
-            fix="pass the folder of the checkpoint",
+            fix="Pass the folder of the checkpoint, or a Hub id such as ORG/MODEL.",
         )
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(
-            "from_pretrained was given no path.",
-            expected="a folder or a model of the hub",
+            "from_pretrained requires a path or a Hub id.",
+            expected="a folder or a Hub id",
             found=repr(path)[:80],
-            fix="pass the folder of the checkpoint",
+            fix="Pass the folder of the checkpoint, or a Hub id such as ORG/MODEL.",
         )
     text = os.fspath(path)
     folder = Path(text, kwargs.get("subfolder") or "")
@@ -138,33 +138,34 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
         raise CheckpointError(
             "The checkpoint has no config.json.",
             file=folder,
-            expected="config.json beside the weights",
+            expected="config.json next to the weights",
             found=", ".join(found) + "." + nearest("config.json", found),
-            fix="download config.json of this model into the folder",
+            fix="Download config.json of this model into the folder.",
         )
     return checkpoint
 
 
 def _check_index(checkpoint: Checkpoint) -> None:
-    """transformers reads the `metadata` of an index without asking whether there is any (`utils/hub.py`, 5.17
-    to 5.23).
+    """Checks that the index has `metadata`.
+
+    transformers 5.17 to 5.23 read it without a check (`utils/hub.py`).
     """
     index = checkpoint.side_file("model.safetensors.index.json") if len(checkpoint.headers) > 1 else None
     if index is not None and not isinstance(index.get("metadata"), dict):
         raise CheckpointError(
-            "The index of the checkpoint has no metadata, without which transformers does not load it.",
+            "The index of the checkpoint has no metadata, which transformers requires.",
             expected='"metadata": {}',
             file=Path(checkpoint.root) / "model.safetensors.index.json",
             found=repr(index.get("metadata"))[:80],
-            fix='add "metadata": {} to the index, beside its weight_map',
+            fix='Add "metadata": {} to the index, next to weight_map.',
         )
 
 
 def check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuses a config whose sizes the checkpoint cannot hold, before a model of that size is built.
+    """Checks that the config's sizes fit the checkpoint, before a model of that size is built.
 
     Raises:
-        FormatError: A size is no positive integer, or is larger than the bits of the whole checkpoint.
+        FormatError: A size is not a positive integer, or is larger than the checkpoint in bits.
     """
     bits, count = 8 * checkpoint.nbytes, len(checkpoint.tensors)
     for config in _nested(checkpoint.config):
@@ -175,11 +176,11 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         queries = ("num_attention_heads", "head_dim", "hidden_size")
         sizes = [config.get(key) for key in queries]
         if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _MOST_ELEMENTS:  # type: ignore[arg-type]
-            raise _impossible(checkpoint, " × ".join(queries), math.prod(sizes), "what fits a machine")  # type: ignore[arg-type]
+            raise _impossible(checkpoint, " × ".join(queries), math.prod(sizes), "sizes that fit in memory")  # type: ignore[arg-type]
 
 
 def _nested(config: Mapping[str, Any], level: int = 0) -> Iterator[Mapping[str, Any]]:
-    """A config and the configs of its parts, as of a model that sees and reads."""
+    """Yields a config and the configs nested in it, for example of a vision tower."""
     yield config
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config" and level < 4:
@@ -187,8 +188,9 @@ def _nested(config: Mapping[str, Any], level: int = 0) -> Iterator[Mapping[str, 
 
 
 def _is_possible(key: str, value: object, bound: int) -> bool:
-    """Whether a size can be that of this checkpoint; some may be absent as None, or differ by layer in a
-    list.
+    """Returns True if this checkpoint can have a model of this size.
+
+    Some sizes may be None, or a list with one size for each layer.
     """
     if value is None:
         return key not in _NEEDED
@@ -200,11 +202,11 @@ def _is_possible(key: str, value: object, bound: int) -> bool:
 
 def _impossible(checkpoint: Checkpoint, key: str, value: object, expected: str) -> FormatError:
     return FormatError(
-        f"config.json says {key}={value!r}, which this checkpoint cannot hold. Nothing was loaded.",
+        f"config.json has {key}={value!r}, which does not fit this checkpoint. Nothing was loaded.",
         file=Path(checkpoint.root) / "config.json",
         expected=expected,
         found=repr(value),
-        fix=f"correct {key} in config.json",
+        fix="Download config.json of this model again.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Automatic device maps: the units of a skeleton, planned under the byte budgets that `max_memory` sets."""
+"""Automatic device maps: placement of units within the memory limits of `max_memory`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ logger = logging.get_logger("hfq")
 
 
 def computing_device(max_memory: Mapping[int | str, int]) -> int | str | None:
-    """The key of `max_memory` that computes: its accelerator, else `"cpu"`; None where several accelerators
-    share a model.
+    """Returns the key of `max_memory` for the execution device: its accelerator, else `"cpu"`.
+
+    Returns None if several accelerators share the model.
     """
     accelerators = [key for key, limit in max_memory.items() if key not in ("cpu", "disk") and limit > 0]
     return None if len(accelerators) > 1 else next(iter(accelerators), "cpu")
@@ -42,21 +43,20 @@ def plan_map(
     max_memory: Mapping[int | str, int],
     expert_cache_nbytes: int = 0,
 ) -> tuple[dict[str, Any], Budget]:
-    """Plans a device map by the stored bytes and by the memory that offloading needs.
+    """Plans a device map from the stored bytes and the memory that offloading needs.
 
     Args:
-        model: The skeleton with its packed modules, on meta.
-        match: Where its tensors are stored.
-        dtypes: The dtype of each dense tensor once loaded.
-        max_memory: The bytes that each device may hold, by transformers' keys; at most one accelerator among
-            them.
-        expert_cache_nbytes: What the cache of routed experts takes where they are offloaded.
+        model: The meta model with its quantized modules.
+        match: Places of its tensors in the checkpoint.
+        dtypes: Dtype of each unquantized tensor after the load.
+        max_memory: Bytes that each device may hold, with transformers' keys; at most one accelerator.
+        expert_cache_nbytes: Size of the cache for offloaded experts, in bytes.
 
     Returns:
-        The device map, and the budget that it was planned under.
+        The device map, and the budget that it was planned with.
 
     Raises:
-        PlacementError: Nothing fits, or a device is missing.
+        PlacementError: The model does not fit, or a device is missing.
     """
     computing = computing_device(max_memory)
     main = check_device(computing)
@@ -71,7 +71,10 @@ def plan_map(
 
 
 def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) -> dict[str, Any]:
-    """The device map that a budget means: all that is not said otherwise is `computing`."""
+    """Returns the device map of a budget.
+
+    Modules that the budget does not offload are on `computing`.
+    """
     offloaded = {name: device for name, device in budget.devices.items() if device != budget.main}
     staying = [name for name, device in budget.devices.items() if device == budget.main]
     device_map: dict[str, Any] = {"": computing, **offloaded}
@@ -87,7 +90,7 @@ def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) 
 
 @dataclass
 class _Part:
-    """A unit while it is gathered: what it is, its bytes in memory, and what is stored of it."""
+    """Kind, bytes in memory, and stored tensors of a unit while it is collected."""
 
     kind: Kind
     nbytes: int = 0
@@ -97,16 +100,16 @@ class _Part:
 def gather_units(
     model: PreTrainedModel, match: CheckpointMatch, dtypes: Mapping[str, torch.dtype]
 ) -> list[Unit]:
-    """The parts of a model that have a home of their own, in the order of its modules, with their bytes.
+    """Returns the units that can be placed separately, in module order, with their bytes.
 
-    The root, `""`, stands for the buffers, which stay where the model computes. What cannot be offloaded (a
-    new head, a parameter that transformers makes of several stored tensors) is fixed. Tied weights are one
-    unit under the name of their source, at the place of the module that reads them whole.
+    The root, `""`, holds the buffers, which stay on the execution device. Units that cannot be offloaded are
+    fixed: a new head, or a parameter that transformers merges from several stored tensors. Tied weights are
+    one unit, named after their source and listed at the module that reads them whole.
 
     Args:
-        model: The skeleton with its packed modules, on meta.
-        match: Where its tensors are stored.
-        dtypes: The dtype of each dense tensor once loaded.
+        model: The meta model with its quantized modules.
+        match: Places of its tensors in the checkpoint.
+        dtypes: Dtype of each unquantized tensor after the load.
     """
     parts: dict[str, _Part] = {"": _Part("fixed", sum(buffer.nbytes for buffer in model.buffers()))}
     ties, counted_at = model.all_tied_weights_keys, _places_of_tied(model)
@@ -137,13 +140,13 @@ def gather_units(
 
 
 def _unit(around: tuple[str, Kind] | None, name: str, kind: Kind) -> tuple[str, _Part]:
-    """The unit that lies around something, or one of its own."""
+    """Returns the enclosing unit, or a new unit."""
     name, kind = around or (name, kind)
     return name, _Part(kind)
 
 
 def _walk(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, Kind] | None]]:
-    """Every module by its path, with the name and kind of the block or the experts that it is or lies in."""
+    """Yields every module with its path, and name and kind of its enclosing layer or experts."""
     whole = set(model._no_split_modules or ())
     around: dict[str, tuple[str, Kind]] = {}
     for path, module in model.named_modules():
@@ -158,8 +161,9 @@ def _walk(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, K
 
 
 def _places_of_tied(model: PreTrainedModel) -> dict[str, str]:
-    """The name at which the one copy of tied weights is counted: the last that is read whole, if any. By
-    their source.
+    """Returns the name that counts the bytes of tied weights, by the name of their source.
+
+    It is the last name whose module reads the weights whole.
     """
     return {
         source: target
@@ -169,6 +173,6 @@ def _places_of_tied(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _stored(source: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
-    """Where a parameter is stored: under its own name, or under one that is tied to it."""
+    """Returns the stored tensor of a parameter, or of one that is tied to it."""
     tied = (target for target, other in model.all_tied_weights_keys.items() if other == source)
     return next((match.unquantized[name] for name in (source, *tied) if name in match.unquantized), None)

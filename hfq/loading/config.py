@@ -1,4 +1,4 @@
-"""The options of a load, as users pass them to `from_pretrained`."""
+"""Options of one load, as users pass them to `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -34,40 +34,49 @@ _SOURCE = "_source"
 
 
 class HfqConfig(QuantizationConfigMixin):
-    """Options of `from_pretrained` for a model that hfq loads; almost every load needs none.
+    """Options of `from_pretrained` for a model that hfq loads; most loads need none of them.
+
+    Placement is not an option here. Pass `device_map`, `max_memory`, `offload_folder`, and `dtype` to
+    `from_pretrained`.
 
     Args:
-        quantize_weights: Quantizes a float checkpoint while it is loaded: the name of a method that needs no
-            calibration data, a `Recipe`, or a dict of its options. None loads the checkpoint as it is.
-        modules_to_not_convert: Modules that must stay unquantized. Naming a module that the checkpoint stores
-            quantized is an error.
-        quantize_activations: True to round activations as the checkpoint's config declares.
-        llm_int8_threshold: For 8-bit checkpoints of bitsandbytes with `quantize_activations`: the amplitude
-            from which LLM.int8() leaves an input channel unrounded. None takes the checkpoint's own, 0 rounds
-            all.
-        kernel: `"auto"` for the best kernel of each layer, `"reference"` for plain torch and results that are
-            the same on every machine with the same torch, or another name of `hfq.kernels.registry.KERNELS`.
-        cpu_memory: How weights on the CPU are held. `"mmap"` maps the checkpoint, `"private"` reads it into
-            memory of this process, `"shared"` into memory that all processes of the node share. `"auto"` maps
-            every tensor that is aligned and on a local file system, and nothing while a DeepSpeed config is
-            active; it reads the rest, into shared memory where a launcher has started several processes.
-        disk_io: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` uses it if all offloaded
-            units fit into half of the available memory.
-        disk_checksum: Compares weights read from disk with checksums taken while loading, which reads all of
-            them once: `"off"`, at the `"first"` read of each unit, or `"always"`.
-        expert_cache_size: Memory for routed experts that are kept on the execution device while they are
-            offloaded: bytes, or text with a unit such as `"4GiB"`. None takes what an automatic device map
-            leaves free, else a tenth of the available memory.
-        execute_cpu_layers_on: Where quantized layers on the CPU compute next to an accelerator:
-            `"accelerator"` copies their weights, `"cpu"` moves their activations, `"auto"` chooses for each
-            call.
-        reader_ranks: Under ZeRO-3: `"all"` ranks read their own shards, or `"rank0"` reads and scatters them,
-            for clusters in which one node alone has the files.
-        nvme_source: Under ZeRO-3 with `offload_param.device` `nvme`: reads shards from the `"checkpoint"`
-            itself, or from `"swap_files"` that DeepSpeed writes to `nvme_path`.
+        quantize_weights: Name of a method that needs no calibration data, a `Recipe`, or a dict of its
+            options. Quantizes a float checkpoint while it is loaded. None, the default, loads the stored
+            weights unchanged.
+        modules_to_not_convert: List of module names that stay unquantized, or None (default). An error is
+            raised for a name that matches no module, or a module that the checkpoint stores quantized.
+        quantize_activations: True quantizes activations as the config of the checkpoint declares. False
+            (default) leaves them in the dtype of the model.
+        llm_int8_threshold: Amplitude from which LLM.int8() leaves an input channel unquantized, for 8-bit
+            bitsandbytes checkpoints with `quantize_activations`. None (default) uses the value of the
+            checkpoint. 0 quantizes every channel.
+        kernel: `"auto"` (default) chooses the best kernel for each layer. `"reference"` uses plain PyTorch
+            and returns the same results on every machine with the same PyTorch version.
+            `hfq.kernels.registry.KERNELS` lists the other names.
+        cpu_memory: Memory for weights on the CPU. `"mmap"` maps the checkpoint files. `"private"` reads
+            them into memory of this process, and `"shared"` into memory that all processes of the node share.
+            `"auto"` (default) maps aligned tensors on a local file system, except under a DeepSpeed config,
+            and reads the others. It reads them into shared memory if a launcher started several processes.
+        disk_io: Read path for weights on disk. `"direct"` bypasses the page cache, and `"buffered"` uses it.
+            `"auto"` (default) uses the page cache if all offloaded units fit in half of the available memory.
+        disk_checksum: Compares weights read from disk with checksums that are computed during the load, which
+            reads every weight once. `"off"` (default) skips the check, `"first"` checks the first read of
+            each unit, and `"always"` checks every read.
+        expert_cache_size: Memory for offloaded experts that stay on the execution device after use: bytes as
+            an int, or text with a unit such as `"4GiB"`. None (default) uses the memory that an automatic
+            device map leaves free, else a tenth of the available memory.
+        execute_cpu_layers_on: Device that computes quantized layers on the CPU if there is an accelerator.
+            `"accelerator"` (default) copies their weights there. `"cpu"` computes on the CPU and moves the
+            activations. `"auto"` chooses for each call.
+        reader_ranks: Ranks that read the checkpoint under ZeRO-3. With `"all"` (default), every rank reads
+            its own shards. With `"rank0"`, rank 0 reads and scatters them, for clusters where only one node
+            has the files.
+        nvme_source: Files that ZeRO-3 reads shards from if `offload_param.device` is `nvme`. `"checkpoint"`
+            (default) reads the checkpoint itself. `"swap_files"` reads the files that DeepSpeed writes to
+            `nvme_path`.
 
     Raises:
-        SetupError: An option is unknown or has an unusable value.
+        SetupError: An option is unknown or has an invalid value.
     """
 
     def __init__(
@@ -90,7 +99,7 @@ class HfqConfig(QuantizationConfigMixin):
         others.pop("quant_method", None)
         _check_known(others)
         check_kernel(kernel)
-        self.quant_method = METHOD  # transformers takes any string that is registered
+        self.quant_method = METHOD  # transformers accepts any registered string
         self.quantize_weights = _as_recipe(quantize_weights)
         self.modules_to_not_convert = _module_names(modules_to_not_convert)
         self.quantize_activations = _flag("quantize_activations", quantize_activations)
@@ -108,30 +117,36 @@ class HfqConfig(QuantizationConfigMixin):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe to quantize a float checkpoint with; None to load it as it is."""
+        """Recipe for a float checkpoint; None if the checkpoint is loaded unchanged."""
         return self.quantize_weights
 
     @property
     def expert_cache_nbytes(self) -> int | None:
-        """`expert_cache_size` in bytes."""
+        """`expert_cache_size` in bytes, or None."""
         return self._expert_cache_nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the checkpoint's own config once it is loaded, so that other tools read what is saved."""
+        """Returns the quantization config of the checkpoint if known, else the options.
+
+        `save_pretrained` writes this dict to config.json, so that other tools can read the saved model.
+        """
         return copy.deepcopy(self._source if self._source is not None else self._options())
 
     @classmethod
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """Returns the config of a dict that `to_dict` or `hfq.pretrained_config` made."""
+        """Returns the config for a dict from `to_dict` or `hfq.pretrained_config`."""
         options = {**config_dict, **kwargs}
         source = options.pop(_SOURCE, None)
         config = cls(**options)._with_source(source)
         return (config, {}) if return_unused_kwargs else config
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns an option by name; transformers reads `quant_method` so from a config that was a dict."""
+        """Returns the option with this name, or `default`.
+
+        transformers reads `quant_method` this way from a config that was a dict.
+        """
         return self._options().get(key, default)
 
     def __repr__(self) -> str:
@@ -141,7 +156,7 @@ class HfqConfig(QuantizationConfigMixin):
         return f"HfqConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def _options(self) -> dict[str, Any]:
-        """All options as JSON-ready data, and the checkpoint's own config if there is one."""
+        """Returns all options as JSON-ready data, with the quantization config of the checkpoint if known."""
         options = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
         if self.quantize_weights is not None:
             options["quantize_weights"] = self.quantize_weights.chosen()
@@ -150,7 +165,7 @@ class HfqConfig(QuantizationConfigMixin):
         return copy.deepcopy(options)
 
     def _with_source(self, source: Mapping[str, Any] | None) -> HfqConfig:
-        """Returns a copy that carries the checkpoint's own `quantization_config`."""
+        """Returns a copy that carries the quantization config of the checkpoint."""
         carried = copy.deepcopy(self)
         if source is not None:
             carried._source = copy.deepcopy(dict(source))
@@ -180,7 +195,7 @@ def _check_known(others: Mapping[str, Any]) -> None:
             f"HfqConfig has no option {name!r}.{nearest(name, OPTIONS)}",
             expected=", ".join(OPTIONS),
             found=name,
-            fix="remove or correct the option",
+            fix="Remove the option, or use one of the expected names.",
         )
 
 
@@ -192,10 +207,10 @@ def _as_recipe(given: Any) -> Recipe | None:
     if isinstance(given, Mapping):
         return Recipe.of(given)
     raise SetupError(
-        "HfqConfig(quantize_weights=…) is neither a method nor a recipe.",
+        "HfqConfig(quantize_weights=…) requires a method or a recipe.",
         expected='"fp8", Recipe("rtn", bits=4), or None',
         found=repr(given)[:80],
-        fix="pass the name of a method or a Recipe",
+        fix="Pass the name of a method, or a Recipe.",
     )
 
 
@@ -206,7 +221,7 @@ def _choice(name: str, value: Any) -> Any:
             f"{name}={value!r} is not valid.{nearest(str(value), choices)}",
             expected=" or ".join(map(repr, choices)),
             found=repr(value),
-            fix="use one of these values",
+            fix="Use one of these values.",
         )
     return value
 
@@ -217,7 +232,7 @@ def _flag(name: str, value: Any) -> bool:
             f"{name}={value!r} is not valid.",
             expected="True or False",
             found=repr(value)[:80],
-            fix="use one of these values",
+            fix="Use one of these values.",
         )
     return value
 
@@ -229,7 +244,7 @@ def _module_names(given: Any) -> list[str] | None:
             "HfqConfig(modules_to_not_convert=…) requires a list of module names.",
             expected="['lm_head', …]",
             found=repr(given)[:80],
-            fix="pass a list",
+            fix="Pass a list of module names.",
         )
     return None if given is None else list(given)
 
@@ -239,9 +254,9 @@ def _threshold(given: Any) -> float | None:
     if given is not None and not (is_number and 0 <= given < float("inf")):
         raise SetupError(
             "HfqConfig(llm_int8_threshold=…) requires an amplitude.",
-            expected="a number, 0 or more; or None",
+            expected="a number of at least 0, or None",
             found=repr(given)[:80],
-            fix="pass a number, for example 6.0",
+            fix="Pass a number, for example 6.0.",
         )
     return given
 
@@ -261,5 +276,5 @@ def _size(name: str, given: Any) -> int | None:
         f"HfqConfig({name}=…) requires a size.",
         expected='bytes as an int, text such as "4GiB", or None',
         found=repr(given)[:80],
-        fix='pass a size with a unit, for example "4GiB"',
+        fix='Pass a size with a unit, for example "4GiB".',
     )

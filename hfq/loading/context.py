@@ -1,4 +1,4 @@
-"""The arguments of one `from_pretrained` call that transformers does not hand to quantizers."""
+"""Arguments of one `from_pretrained` call that transformers does not pass to quantizers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["LoadContext", "load_context", "opened_checkpoint", "remember_checkpo
 
 @dataclass(frozen=True)
 class LoadContext:
-    """One call of `from_pretrained`, as code far below it sees it.
+    """State of one `from_pretrained` call, available to all code below it.
 
     Attributes:
         is_active: True while hfq is responsible for a load.
-        checkpoint: The checkpoint whose headers were validated; None until transformers has found its files.
+        checkpoint: Checkpoint with validated headers; None until transformers has found its files.
         key_mapping: The argument `key_mapping`.
         offload_folder: The argument `offload_folder`.
-        stops_at_meta_model: True if the load ends before its first weight byte, as `hfq plan` asks for.
-        page_cache_reads: The threads that bring the checkpoint into the page cache; None if there are none.
+        stops_at_meta_model: True if the load ends before it reads weights, for `hfq plan`.
+        page_cache_reads: Threads that read the checkpoint into the page cache; None if there are none.
     """
 
     is_active: bool = False
@@ -38,18 +38,18 @@ class LoadContext:
     page_cache_reads: PageCacheReads | None = None
 
 
-# frozen
+# a frozen default cannot leak between contexts
 _current: ContextVar[LoadContext] = ContextVar("hfq_load_context", default=LoadContext())  # noqa: B039
 
 
 def load_context() -> LoadContext:
-    """Returns the context of the load that is under way, or an inactive one."""
+    """Returns the context of the current load, or an inactive context."""
     return _current.get()
 
 
 @contextmanager
 def within_load(**changes: Any) -> Iterator[LoadContext]:
-    """A context manager under which fields of the load context have other values."""
+    """Changes fields of the load context inside a `with` statement."""
     token = _current.set(replace(_current.get(), **changes))
     try:
         yield _current.get()
@@ -58,12 +58,12 @@ def within_load(**changes: Any) -> Iterator[LoadContext]:
 
 
 def remember_checkpoint(checkpoint: Checkpoint) -> None:
-    """Adds the validated checkpoint to the load that is under way."""
+    """Stores the validated checkpoint in the context of the current load."""
     _current.set(replace(_current.get(), checkpoint=checkpoint))
 
 
 def opened_checkpoint(files: list[str]) -> Checkpoint:
-    """Returns the checkpoint of these files, validating their headers if the load has not done so."""
+    """Returns the checkpoint of these files, and validates headers that the load has not validated."""
     checkpoint = _current.get().checkpoint
     if checkpoint is not None and set(checkpoint.headers) == set(files):
         return checkpoint

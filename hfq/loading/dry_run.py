@@ -1,4 +1,4 @@
-"""`hfq plan`: a checkpoint measured by its headers, through the loader's own skeleton, match and plan."""
+"""Plan of a checkpoint from its headers, made with the meta model, match, and plan of the loader."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A checkpoint that can be planned: its sizes, and what turns a budget into the loader's own plan.
+    """Sizes of a checkpoint, and the plans of the loader for it.
 
     Attributes:
-        loading: The load, stopped at its skeleton.
-        sizes: What a placement needs to know.
-        uncounted: Layers whose state is not counted.
+        loading: The load, stopped at its meta model.
+        sizes: Sizes that a placement depends on.
+        uncounted: Number of layers whose state is not counted.
     """
 
     loading: ModelLoader
@@ -46,20 +46,23 @@ class PlannedModel:
     uncounted: int
 
     def device_map(self, estimate: Estimate) -> dict[str, Any]:
-        """The map that `from_pretrained` takes, with accelerators by their number."""
+        """Returns the map for `from_pretrained`, with accelerators as numbers."""
         main = estimate.budget.main
         computing = int(main.partition(":")[2]) if main.startswith("cuda:") else main
         return map_of(estimate.budget, self.loading.model, computing)
 
     def spread_map(self, devices: Mapping[str, str]) -> dict[str, int]:
-        """The map over several accelerators, by their number; tied weights are with their source."""
+        """Returns the map over several accelerators, as numbers.
+
+        Tied weights are on the device of their source.
+        """
         device_map = {name: int(device.partition(":")[2]) for name, device in devices.items()}
         for target, source in self.loading.model.all_tied_weights_keys.items():
             device_map.setdefault(target.rpartition(".")[0], device_map[source.rpartition(".")[0]])
         return device_map
 
     def plan(self, device_map: Mapping[str, Any]) -> Plan:
-        """The loader's own plan of a map; its devices need not be here."""
+        """Returns the loader's plan for a map; its devices may be absent from this machine."""
         named = {
             name: f"cuda:{device}" if isinstance(device, int) else device
             for name, device in device_map.items()
@@ -67,13 +70,14 @@ class PlannedModel:
         return self.loading.plan_for(named)
 
     def modules(self, device_map: Mapping[str, Any]) -> list[dict]:
-        """What each module has in each home under a map, in the order of the model, as JSON-ready data."""
+        """Returns each module's bytes on each device, in model order, as JSON-ready data."""
         order = (name for name, _ in self.loading.model.named_modules())
         return [asdict(module) for module in self.plan(device_map).modules(order)]
 
     def weights_by_device(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
-        """The bytes of the plan in each home, and of the buffers that no file holds where the model
-        computes.
+        """Returns the planned bytes on each device.
+
+        Buffers that no file stores count toward the execution device `main`.
         """
         plan, model = self.plan(device_map), self.loading.model
         planned = {entry.name for entry in plan.entries}
@@ -82,7 +86,7 @@ class PlannedModel:
         return devices | {main: devices.get(main, 0) + computed}
 
     def shapes(self) -> Shapes:
-        """The model's layers whatever they are stored as, for the ladder of formats."""
+        """Returns the shapes of the model's linear layers in any format, for `best_format`."""
         model = self.loading.model
         layers = []
         bits = []
@@ -98,7 +102,7 @@ class PlannedModel:
         return Shapes(layers, max(other, 0), sum(bits) / max(count, 1))
 
     def describe(self) -> dict:
-        """What the checkpoint is, as JSON-ready data."""
+        """Returns a description of the checkpoint as JSON-ready data."""
         loading = self.loading
         return {
             "path": loading.checkpoint.root,
@@ -113,15 +117,15 @@ class PlannedModel:
 
 
 def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
-    """A checkpoint, from its config and headers alone.
+    """Returns the sizes of a checkpoint, from its config and headers alone.
 
     Args:
-        path: Its folder, with weights or with headers alone (`hfq.integrations.hub.find`); it must stay as
-            long as the model is planned.
-        dtype: The dtype that it will be loaded in, as in `from_pretrained`.
+        path: Folder with weights or with headers alone (`hfq.integrations.hub.find`). It must exist while the
+            model is planned.
+        dtype: Dtype of the planned load, as in `from_pretrained`.
 
     Raises:
-        HfqError: Whatever a load would refuse before it reads weights.
+        HfqError: The checkpoint fails a check that a load makes before it reads weights.
     """
     loading = load_meta_model(path, dtype)
     sizes, uncounted = measure_sizes(loading)
@@ -129,8 +133,9 @@ def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
 
 
 def measure_sizes(loading: ModelLoader) -> tuple[ModelSizes, int]:
-    """The sizes of a model whose load has come to its skeleton or further, and how many layers have a state
-    that is not counted.
+    """Returns the sizes of a model, and the number of layers whose state is not counted.
+
+    The load must have built its meta model.
     """
     model = loading.model
     layers, uncounted = kv_layers(model)
@@ -144,13 +149,14 @@ def measure_sizes(loading: ModelLoader) -> tuple[ModelSizes, int]:
 
 
 def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, tuple[int, int]]:
-    """{kind of weight: (weights, bytes)} that a step multiplies by: packed and dense linear layers, of
-    experts a share.
+    """Returns the weights that one step multiplies by, as {kind of weight: (weights, bytes)}.
+
+    Counts quantized and unquantized linear layers, and a share of the experts.
 
     Args:
-        model: The model or its skeleton.
-        dtype: The dtype of its activations.
-        routed: The share of its experts that a token is routed to.
+        model: The model or its meta model.
+        dtype: Dtype of its activations.
+        routed: Share of the experts that one token is routed to.
     """
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kind, share, weights, nbytes in _products(model, dtype, routed):
@@ -160,7 +166,10 @@ def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[st
 
 
 def count_calls(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, int]:
-    """{kind of weight: products} of a step, with the arguments of `count_products`."""
+    """Returns {kind of weight: number of products} of one step.
+
+    The arguments are those of `count_products`.
+    """
     found: dict[str, float] = defaultdict(float)
     for kind, share, _, _ in _products(model, dtype, routed):
         found[kind] += share
@@ -168,9 +177,7 @@ def count_calls(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, 
 
 
 def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str, float, int, int]]:
-    """(kind of weight, share of it that a step computes, weights, bytes) of each linear layer, packed or
-    dense.
-    """
+    """Yields (kind of weight, share that a step computes, weights, bytes) for each linear layer."""
     for name, module in model.named_modules():
         share = routed if ".experts." in f".{name}." else 1.0
         if isinstance(module, QuantizedLinear):
@@ -191,12 +198,12 @@ def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str
 
 
 def kind_of_weight(weight_format: Format, dtype: str) -> str:
-    """What a calibration profile calls products with such weights and activations of this dtype."""
+    """Returns the name that a machine profile gives to products with such weights and this dtype."""
     return f"{weight_format.name} {weight_format.bits_per_code}-bit {dtype}"
 
 
 def routed_share(config: Any) -> float:
-    """The share of a layer's experts that a token is routed to; 1 where there are none."""
+    """Returns the share of a layer's experts that one token is routed to; 1 without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None)

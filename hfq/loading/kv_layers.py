@@ -1,7 +1,7 @@
-"""What each layer of a model caches, from its config and its skeleton.
+"""Sizes of the KV cache of each layer, from the config and the meta model.
 
-transformers decides which layers keep a window (`DynamicCache`); the sizes of keys and values are those of
-the layers that make them.
+transformers decides which layers use a sliding window (`DynamicCache`). The modules of a layer give the sizes
+of its keys and values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ __all__ = ["activation_sizes", "kv_layers"]
 
 
 def kv_layers(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
-    """What each layer of the decoder caches, and how many layers keep a state that is not counted
-    (convolutions, recurrences).
+    """Returns the cache of each decoder layer, and the number of layers with an uncounted state.
+
+    Uncounted states are those of convolutions and recurrences.
 
     Args:
-        model: The model, or its skeleton on meta; its projections may be packed.
+        model: The model, or its meta model; its projections may be quantized.
     """
     config = model.config.get_text_config(decoder=True)
     cached = DynamicCache(config=config).layers
@@ -41,7 +42,7 @@ def kv_layers(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
 
 
 def activation_sizes(model: PreTrainedModel) -> Activations:
-    """The sizes that decide how much a forward holds beside weights and cache."""
+    """Returns the sizes that determine the activation memory of a forward pass."""
     config = model.config.get_text_config(decoder=True)
     hidden = int(config.hidden_size)
     widest = hidden
@@ -66,7 +67,7 @@ def activation_sizes(model: PreTrainedModel) -> Activations:
 
 
 def _attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention of each layer, by the index under which it asks the cache."""
+    """Returns the attention module of each layer, by its index in the cache."""
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
@@ -77,11 +78,10 @@ def _attentions(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _sizes(config: Any, attention: nn.Module | None) -> tuple[int, int]:
-    """(elements of a token's keys, elements of its values), over all heads."""
+    """Returns (elements of the keys, elements of the values) of one token, over all heads."""
     if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
-        if attention is None or hasattr(
-            attention, "expand_kv"
-        ):  # transformers 5.23 caches latents, earlier ones what they expand to
+        # transformers 5.23 caches latents, earlier versions cache the expanded keys and values
+        if attention is None or hasattr(attention, "expand_kv"):
             return config.kv_lora_rank, config.qk_rope_head_dim
         heads = config.num_attention_heads
         return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), heads * config.v_head_dim
@@ -96,6 +96,6 @@ def _sizes(config: Any, attention: nn.Module | None) -> tuple[int, int]:
 
 
 def _out(module: Any) -> int:
-    """The outputs of a linear layer, packed or not; 0 for what is none."""
+    """Returns the output features of a linear layer, quantized or not; 0 for other modules."""
     found = getattr(module, "out_features", None) or getattr(module, "nf", 0)
     return found if isinstance(found, int) else 0

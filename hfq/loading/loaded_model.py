@@ -1,4 +1,4 @@
-"""Finds what hfq keeps of a model that it loaded."""
+"""Access to the loader that hfq keeps on a loaded model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["loader_of"]
 
 
 def loader_of(model: nn.Module) -> ModelLoader:
-    """The load of a model, or of the model within a wrapper such as PEFT's.
+    """Returns the loader of a model, or of the model inside a wrapper such as PEFT's.
 
     Raises:
-        SetupError: hfq did not load it.
+        SetupError: hfq did not load the model.
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
         loading = getattr(vars(module).get("hf_quantizer"), "loading", None)
@@ -28,5 +28,5 @@ def loader_of(model: nn.Module) -> ModelLoader:
         "This model was not loaded by hfq.",
         expected="a model loaded with quantization_config=HfqConfig()",
         found=type(model).__name__,
-        fix="load it with from_pretrained(..., quantization_config=HfqConfig())",
+        fix="Load it with from_pretrained(..., quantization_config=HfqConfig()).",
     )

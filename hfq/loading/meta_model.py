@@ -1,8 +1,7 @@
-"""A model as a load sees it before its first weight byte: transformers' skeleton on meta, matched with the
-headers, packed modules in.
+"""Meta model of a checkpoint, matched with its headers, before any weight is read.
 
-It is reached by the loader's own way, so that what is planned is what is loaded: `from_pretrained` runs until
-the skeleton stands, and is left there by an exception that no `except Exception` takes.
+`from_pretrained` itself builds the meta model, so that a plan describes the model that a load returns. An
+exception that no `except Exception` catches ends the call at that point.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ __all__ = ["MetaModelReached", "load_meta_model"]
 
 
 class MetaModelReached(BaseException):
-    """Leaves `from_pretrained` when the skeleton stands.
+    """Exception that ends `from_pretrained` once the meta model is built.
 
     Args:
-        loading: The load, with its skeleton and its match; no homes are settled.
+        loading: The loader, with the meta model and its match; no device is chosen yet.
     """
 
     def __init__(self, loading: ModelLoader) -> None:
@@ -33,35 +32,35 @@ class MetaModelReached(BaseException):
 
 
 def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader:
-    """The load of a checkpoint, from its config and headers alone.
+    """Returns the loader of a checkpoint, from its config and headers alone.
 
     Args:
-        path: Its folder, with weights or with headers alone (`hfq.integrations.hub.find`).
-        dtype: As in `from_pretrained`.
+        path: Folder with weights or with headers alone (`hfq.integrations.hub.find`).
+        dtype: Same as in `from_pretrained`.
 
     Raises:
-        HfqError: Whatever a load would refuse before it reads weights.
+        HfqError: The checkpoint fails a check that a load makes before it reads weights.
     """
     folder = os.fspath(path)
     cls = _model_class(folder)
-    config = HfqConfig(kernel="reference")  # needs no compiler
+    config = HfqConfig(kernel="reference")  # works without a compiler
     try:
         with within_load(stops_at_meta_model=True):
-            # an automatic map is inferred later, and keeps the load from reading ahead
+            # an automatic map keeps the load from reading into the page cache
             cls.from_pretrained(folder, quantization_config=config, device_map="auto", dtype=dtype)
     except MetaModelReached as reached:
         return reached.loading
     raise SetupError(
-        "transformers loaded a model and did not ask hfq.",
+        "transformers loaded a model without calling hfq.",
         file=folder,
-        expected="a call of HfqQuantizer",
+        expected="a call to HfqQuantizer",
         found=cls.__name__,
-        fix="report this; the versions of transformers that hfq is tested with are in constraints.txt",
+        fix="Report this error, and install the transformers version in constraints.txt.",
     )
 
 
 def _model_class(folder: str) -> Any:
-    """The class that config.json names, else a causal language model."""
+    """Returns the class that config.json names, else a causal language model."""
     import transformers
 
     from hfq.checkpoint import Checkpoint
@@ -70,11 +69,11 @@ def _model_class(folder: str) -> Any:
     names = config.get("architectures") or []
     if config.get("auto_map") and not hasattr(transformers, str(next(iter(names), ""))):
         raise SetupError(
-            "This model brings code of its own, which hfq plan does not run.",
+            "This model requires custom code, which hfq plan does not run.",
             file=folder,
             found=", ".join(map(str, names)),
             expected="a model class of transformers",
-            fix="plan a model that transformers knows",
+            fix="Choose a model whose class is part of transformers.",
         )
     known = [getattr(transformers, str(name)) for name in names if hasattr(transformers, str(name))]
     return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)

@@ -1,11 +1,10 @@
-"""One load, from the skeleton on meta to the placed model: matching, plan, packed rows, and what transformers
-must not see.
+"""One load, from the meta model to the placed model: matching, plan, and weights.
 
-transformers loads the dense tensors that rest where they compute. Everything else (packed rows, and whatever
-rests on disk) is hidden from it: hidden tensors stand in the skeleton, so that sizes and homes are computed
-from them, and are left out of `state_dict` until `finish`, which is where transformers looks for what to
-load. It is handed a device map of the devices that compute, so that neither it nor accelerate offloads
-anything itself.
+transformers loads the unquantized tensors that are on their execution device. The other tensors, quantized or
+on disk, are hidden from transformers. Hidden tensors stay in the meta model, so that sizes and devices
+include them. Until `finish`, `state_dict` leaves them out, because transformers reads there which tensors to
+load. transformers receives a device map of execution devices only, so that neither it nor accelerate offloads
+anything.
 """
 
 from __future__ import annotations
@@ -56,14 +55,13 @@ logger = logging.get_logger("hfq")
 
 
 class ModelLoader(LoadState):
-    """The state of one load; afterwards what a loaded model keeps of it (reader, plan, streamer) to run and
-    to save.
+    """State of one load, which a loaded model keeps to run and to save.
 
     Args:
-        model: The skeleton on meta.
-        config: The user's config.
-        files: The checkpoint's files, as transformers resolved them.
-        dtype: The dtype of dense tensors.
+        model: The meta model.
+        config: The config of the user.
+        files: Checkpoint files, as transformers resolved them.
+        dtype: Dtype of unquantized tensors; None for the dtype of the model.
     """
 
     def __init__(
@@ -96,15 +94,15 @@ class ModelLoader(LoadState):
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
     ) -> dict[str, Any] | None:
-        """Settles the device of every tensor and loads the quantized ones.
+        """Chooses the device of every tensor and loads the quantized tensors.
 
         Args:
-            device_map: The user's map, or the one that transformers inferred.
-            max_memory: The bytes that each device may hold. If given, hfq plans the map in place of
+            device_map: The map of the user, or the map that transformers inferred; None for no map.
+            max_memory: Bytes that each device may hold. If given, hfq plans the map instead of using
                 `device_map`.
 
         Returns:
-            The map of the devices that compute, for transformers; None if there is no device map.
+            The map of execution devices, for transformers; None if there is no device map.
         """
         if device_map is not None and max_memory is not None:
             cache = self.config.expert_cache_nbytes or 0
@@ -124,13 +122,13 @@ class ModelLoader(LoadState):
         return None if device_map is None else execution_map(device_map, self.devices, self.main)
 
     def plan_for(self, device_map: dict[str, Any]) -> Plan:
-        """Returns the plan of a map whose devices this machine need not have; loads nothing."""
+        """Returns the plan for a map whose devices may be absent; loads nothing."""
         return self._make_plan(self._settle_devices(device_map, check=lambda value, _: str(value)))
 
     def _settle_devices(
         self, device_map: dict[str, Any] | None, check: Callable[[Any, str], str] | None = None
     ) -> list[str]:
-        """Sets the device of every tensor and the execution device; returns the names of the tensors."""
+        """Sets the device of every tensor and the execution device; returns the tensor names."""
         names = self._tensor_names()
         devices = resolve_devices(
             device_map, names, (name for name, _ in self.model.named_modules()), check=check
@@ -141,7 +139,7 @@ class ModelLoader(LoadState):
         return names
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
-        """The checkpoint, and its `quantization_config`."""
+        """Returns the checkpoint and its `quantization_config`."""
         checkpoint = open_files(files)
         return checkpoint, config._source if config._source is not None else source_config(checkpoint)
 
@@ -149,7 +147,7 @@ class ModelLoader(LoadState):
         self.read_plan, self.read_report = load_quantized_weights(self, self._hidden)
 
     def gather_units(self) -> list[Unit]:
-        """The parts of the model that may have a home of their own, with their bytes."""
+        """Returns the units that a device map can place separately, with their bytes."""
         return gather_units(self.model, self.match, self._dtypes)
 
     def finish(self) -> None:
@@ -160,20 +158,20 @@ class ModelLoader(LoadState):
         self._check_ties()
         self._complete_model()
         self._conversions = getattr(self.model, "_weight_conversions", None)
-        self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
+        self.model._weight_conversions = []  # keeps the checkpoint's own names in `state_dict`
         if self._user_map is not None:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
             logger.warning(
-                "hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20])
+                "hfq: %s has no parameter for %s",
+                type(self.model).__name__,
+                ", ".join(self.match.unused[:20]),
             )
         self.load_seconds = time.perf_counter() - self._started
         self._log_summary()
 
     def _complete_model(self) -> None:
-        """Attaches the offloader to the modules whose weights are on another device than the one that
-        computes.
-        """
+        """Attaches the offloader to modules whose weights are offloaded."""
         moving = self._moving()
         staying = self._staying(moving)
         experts = {name for name in moving if self.match.quantized[name].target.kind == "expert"}
@@ -202,13 +200,11 @@ class ModelLoader(LoadState):
         if self.budget is not None:
             read_ahead = self.budget.read_ahead_nbytes()
             cache = max(0, self.budget.headroom().get(self.main, 0) - read_ahead) if cache is None else cache
-        threads = max(OffloadOptions.threads, self.read_report.threads)  # more on a network file system
+        threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
         return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, cache, read_ahead)
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files'
-        metadata.
-        """
+        """Returns the tensors by checkpoint name, quantized ones as stored, and the file metadata."""
         state = stored_state(
             model, self.match, self.quantized, self.checkpoint, self.reader, self._conversions
         )
@@ -217,13 +213,14 @@ class ModelLoader(LoadState):
     def saved_like_source(
         self, model: nn.Module, folder: Any, is_main_process: bool
     ) -> AbstractContextManager[bool]:
-        """During this, `save_pretrained` writes what the source had, and nothing that it had not: see
-        `saving.like_source`.
+        """Returns a context manager in which `save_pretrained` writes the same files as the source.
+
+        See `saving.like_source`.
         """
         return like_source(model, self.checkpoint, folder, is_main_process)
 
     def _moving(self) -> dict[str, QuantizedModule]:
-        """The packed modules that do not rest where they compute."""
+        """Returns the quantized modules that are offloaded."""
         devices = {
             name: self.devices[f"{name}.{next(iter(module.infos))}"]
             for name, module in self.quantized.items()
@@ -235,7 +232,7 @@ class ModelLoader(LoadState):
         }
 
     def _staying(self, moving: dict[str, QuantizedModule]) -> dict[str, QuantizedLinear]:
-        """Of these, the packed layers that may compute where they rest, in memory beside an accelerator."""
+        """Returns the offloaded layers in CPU memory that may also compute on the CPU."""
         if self.main == "cpu" or self.config.execute_cpu_layers_on == "accelerator":
             return {}
         layers = {name: module for name, module in moving.items() if isinstance(module, QuantizedLinear)}
@@ -246,23 +243,26 @@ class ModelLoader(LoadState):
         }
 
     def _check_ties(self) -> None:
-        """Two loads at once can leave transformers' tying switched off (see the import hook's patches); a
-        head would then be random.
+        """Checks that transformers has tied the weights.
+
+        Two simultaneous loads can leave transformers' tying switched off (see the patches of
+        `from_pretrained`). A head would then have random weights.
         """
         tensor = self.model.get_parameter_or_buffer
         for target, source in self.model.all_tied_weights_keys.items():
             is_tied = target not in self.match.unquantized and target not in self._hidden
             if is_tied and tensor(target) is not tensor(source):
                 raise SetupError(
-                    f"transformers did not tie {target} to {source}; no model was returned.",
+                    f"transformers did not tie {target} to {source}. Nothing was loaded.",
                     expected="one parameter",
                     found="two",
-                    fix="do not load another model in a second thread at the same time; restart the process",
+                    fix="Restart the process, and do not load models in two threads at the same time.",
                 )
 
     def _cast_dense(self) -> None:
-        """transformers 5.17 leaves a dense tensor whose name it changed in its stored dtype
-        (core_model_loading.py:1697).
+        """Casts unquantized tensors that transformers leaves in their stored dtype.
+
+        transformers 5.17 does so for tensors that it renames (core_model_loading.py:1697).
         """
         for name, dtype in self._dtypes.items():
             if name in self.match.unquantized and name not in self._hidden:
@@ -272,8 +272,7 @@ class ModelLoader(LoadState):
 
     def _hide_packed(self) -> None:
         self._hidden = self._quantized_names | {f"{name}.flat_buffer" for name in self.quantized}
-        # hfq has judged every stored tensor itself: transformers must not report the hidden ones as
-        # unexpected
+        # hfq has matched every stored tensor, so transformers must not report hidden ones as unexpected
         self.model._keys_to_ignore_on_load_unexpected = {".*"}
 
     def _hide(self, module: nn.Module, state_dict: dict, prefix: str, _: Any) -> None:
@@ -285,7 +284,7 @@ class ModelLoader(LoadState):
         return list(dict.fromkeys([*sorted(self._quantized_names), *self.model.state_dict()]))
 
     def _is_offloaded(self, name: str) -> bool:
-        """Whether a dense parameter rests elsewhere than where it computes."""
+        """Returns True if an unquantized parameter is offloaded."""
         device = self.devices[name]
         ties = self.model.all_tied_weights_keys
         is_parameter = name in self.match.unquantized or name in ties or name in ties.values()
@@ -297,15 +296,16 @@ class ModelLoader(LoadState):
         return local in self.model.get_submodule(module)._buffers
 
     def _prepare(self, name: str) -> None:
-        """Gives a hidden dense parameter the dtype it will be read in; it is frozen, and initialised by
-        nobody.
+        """Replaces a hidden unquantized parameter by a frozen one in the dtype of the load.
+
+        transformers does not initialize it.
         """
         module, _, local = name.rpartition(".")
         owner = self.model.get_submodule(module)
         parameter = owner._parameters.get(local)
         if parameter is not None:
-            # on meta even where the model made it on the CPU (XLNet's legacy constructors): the streamer
-            # reads what is on meta
+            # XLNet's legacy constructors create parameters on the CPU, but the offloader reads only those
+            # on meta
             blank = torch.empty(parameter.shape, dtype=self._dtypes.get(name, parameter.dtype), device="meta")
             parameter = OffloadedParameter(blank, requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -317,11 +317,10 @@ class ModelLoader(LoadState):
         offloaded = {device for device in self.devices.values() if device in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
             raise PlacementError(
-                "hfq cannot offload a model that is spread over several accelerators yet. Nothing was "
-                "loaded.",
-                expected="one accelerator with cpu and disk, or several accelerators alone",
+                "hfq does not offload a model on several accelerators. Nothing was loaded.",
+                expected="one accelerator with cpu and disk, or only accelerators",
                 found=", ".join(sorted(accelerators | offloaded)),
-                fix="use one accelerator, or leave cpu and disk out",
+                fix="Use one accelerator, or leave cpu and disk out.",
             )
 
     def _make_plan(self, names: Iterable[str]) -> Plan:

@@ -1,6 +1,4 @@
-"""Early reading: what a load will map is brought into the page cache while transformers still builds the
-skeleton.
-"""
+"""Reads into the page cache while transformers still builds the meta model."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ _SMALL = 64 << 20
 
 
 class _Stopped(Exception):
-    """Ends the reading of a load that failed."""
+    """Exception that ends the reads of a failed load."""
 
 
 class PageCacheReads:
-    """Brings all cold bytes of a checkpoint into the page cache, in threads of its own.
+    """Background threads that read a checkpoint into the page cache.
 
-    Errors are left to the load itself, which meets them again and says what they mean.
+    Errors are ignored here. The load meets them again and reports them.
 
     Attributes:
-        populated: The bytes brought in so far.
-        is_complete: Whether all of them are there.
+        populated: Bytes read so far.
+        is_complete: True once all bytes are in the page cache.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -45,10 +43,10 @@ class PageCacheReads:
         self._thread.start()
 
     def wait(self, report: Callable[[int], object]) -> None:
-        """Waits until all is there.
+        """Waits until all bytes are read.
 
         Args:
-            report: Told the bytes, those of before at once.
+            report: Called with numbers of bytes, first with those already read.
         """
         with self._lock:
             report(self.populated)
@@ -56,7 +54,7 @@ class PageCacheReads:
         self._thread.join()
 
     def stop(self) -> None:
-        """Ends the reading after the requests that are under way."""
+        """Ends the reads after the requests in progress."""
         self._is_stopped = True
         self._thread.join()
 
@@ -78,11 +76,11 @@ class PageCacheReads:
 
 @contextmanager
 def filling_page_cache(checkpoint: Checkpoint | None, device_map: Any, cpu_memory: str) -> Iterator[None]:
-    """During this, a checkpoint that will be mapped whole is read; it stops when the load is over, however
-    that ends.
+    """Reads a checkpoint that will be mapped completely, until the load ends or fails.
 
-    Nothing is read early where a part rests elsewhere than on the CPU, where rows are copied (`cpu_memory`:
-    the page cache would keep a second copy), on a network file system, or beyond the available memory.
+    Nothing is read if a part is not on the CPU, or if the checkpoint is on a network file system or exceeds
+    the available memory. Nothing is read if `cpu_memory` copies the weights, since the page cache would keep
+    a second copy.
     """
     if (
         checkpoint is None

@@ -1,6 +1,4 @@
-"""What the ranks of one run say to each other while a model is loaded: who they are, what they found, and
-what failed.
-"""
+"""Collectives of a load on several ranks: shared values and shared failures."""
 
 from __future__ import annotations
 
@@ -30,42 +28,47 @@ _has_met: ContextVar[bool] = ContextVar("hfq_has_met", default=False)
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error as another rank is told it."""
+    """Error of one rank, as sent to the other ranks."""
 
     text: str
     fix: str
 
 
 def is_zero3() -> bool:
-    """Whether a DeepSpeed config of stage 3 is alive in this process."""
+    """Returns True if a DeepSpeed config of stage 3 is active in this process."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     return bool(is_deepspeed_zero3_enabled())
 
 
 def is_deepspeed() -> bool:
-    """Whether a DeepSpeed config of any stage is alive in this process."""
+    """Returns True if a DeepSpeed config of any stage is active in this process."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     return deepspeed_config() is not None
 
 
 def exchange(value: Any) -> list[Any]:
-    """The values of all ranks, in their order; all ranks must call it."""
+    """Returns the values of all ranks, in rank order.
+
+    All ranks must call it.
+    """
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def raise_together(error: Exception | None, outcome: str = "Nothing was loaded") -> None:
-    """Ends all ranks where one of them failed, so that none waits for another; all ranks must call it.
+    """Raises an error on all ranks if one of them failed, so that no rank waits for another.
+
+    All ranks must call it.
 
     Args:
-        error: What failed here, if anything.
-        outcome: What that means for the user, for the other ranks' message.
+        error: The error of this rank, or None.
+        outcome: Sentence without a period for the message on the other ranks.
 
     Raises:
-        PlacementError: Another rank failed; names it and its error.
+        PlacementError: Another rank failed; the message names it and its error.
     """
     found = exchange(None if error is None else _failure(error))
     if error is not None:
@@ -75,19 +78,18 @@ def raise_together(error: Exception | None, outcome: str = "Nothing was loaded")
 
 @contextlib.contextmanager
 def failing_together(start: Callable[[], object]) -> Iterator[None]:
-    """During this, an error of this rank before `meet` is told to the others, who wait for it there.
+    """Reports an error that this rank raises before `meet` to the other ranks, which wait there.
 
     Args:
-        start: Takes part in the collectives that the others go through on their way to `meet`.
+        start: Joins the collectives that the other ranks run on their way to `meet`.
     """
     token = _has_met.set(False)
     try:
         yield
     except Exception as error:
         if not _has_met.get():
-            with contextlib.suppress(
-                HfqError, OSError, RuntimeError, ValueError
-            ):  # there may be nobody to tell
+            # the other ranks may be gone
+            with contextlib.suppress(HfqError, OSError, RuntimeError, ValueError):
                 start()
                 exchange(_failure(error))
         raise
@@ -96,10 +98,10 @@ def failing_together(start: Callable[[], object]) -> Iterator[None]:
 
 
 def meet(value: Any) -> list[Any]:
-    """`exchange`, the first of a load under `failing_together`.
+    """Calls `exchange` for the first time in a load under `failing_together`.
 
     Raises:
-        PlacementError: Another rank failed before it came here; names it and its error.
+        PlacementError: Another rank failed before this call; the message names it and its error.
     """
     _has_met.set(True)
     found = exchange(value)
@@ -108,27 +110,28 @@ def meet(value: Any) -> list[Any]:
 
 
 def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-    """(what `work` gives, None), or (None, the error it raised), to be told to the other ranks."""
+    """Returns (result of `work`, None), or (None, error) to report to the other ranks."""
     try:
         return work(*arguments), None
-    except Exception as error:  # whatever it is, the others wait
+    except Exception as error:  # the other ranks wait, for any kind of error
         return None, error
 
 
 def no_copy(found: str) -> SetupError:
-    """The error of a deep copy of a model that ranks share: what makes it one model is bound to the modules
-    it was made for.
+    """Returns the error for a deep copy of a model that several ranks share.
+
+    Such a model depends on hooks that are bound to its original modules.
     """
     return SetupError(
         "A model that several ranks share cannot be copied.",
-        expected="a model that one process holds",
+        expected="a model in one process",
         found=found,
-        fix="load it a second time instead, on all ranks",
+        fix="Load the model a second time on all ranks.",
     )
 
 
 def _failure(error: Exception) -> _Failure:
-    return _Failure(str(error), getattr(error, "fix", "see the error of that rank"))
+    return _Failure(str(error), getattr(error, "fix", "See the error of that rank."))
 
 
 def _check_others(found: list[Any], outcome: str = "Nothing was loaded") -> None:
@@ -138,6 +141,6 @@ def _check_others(found: list[Any], outcome: str = "Nothing was loaded") -> None
                 f"Another rank of this run failed. {outcome}.",
                 rank=rank,
                 found=failure.text.replace("\n", "; "),
-                expected="ranks that all do their parts",
+                expected="success on all ranks",
                 fix=failure.fix,
             )

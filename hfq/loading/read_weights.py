@@ -1,10 +1,9 @@
-"""How packed rows reach their homes: the read plan of a load, carried out; and what a load says of itself at
-the end.
+"""Reading of quantized weights by a read plan, and the summary of a load.
 
-A row on disk is left there, and only its small tensors are looked at. A row in CPU memory is mapped where it
-can be used as it lies, else read into one arena for all. A row on an accelerator is read through a staging
-buffer of bounded size. What is mapped and not in the page cache is brought in, so that a load that has
-returned has its bytes in memory.
+Weights on disk stay there; only their small tensors are read and checked. Weights on the CPU are mapped if
+they are aligned, and otherwise read into one buffer. Weights on an accelerator pass through a staging buffer
+of limited size. Mapped weights that are not in the page cache are read into it, so that they are in memory
+when the load returns.
 """
 
 from __future__ import annotations
@@ -50,22 +49,20 @@ _LOCAL_COUNTS = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
 )
-"""Where launchers (torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI) say how many processes they have
-started on the node.
-"""
+"""Variables in which torchrun, DeepSpeed, Open MPI, MVAPICH, and Intel MPI count the processes of a node."""
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What bringing the rows home has taken.
+    """Bytes and seconds that reading the quantized weights took.
 
     Attributes:
-        seconds: The time, in s.
-        mapped: The bytes that are used where they lie in the file.
-        populated: Those of them that were brought into the page cache.
-        read: The bytes that this process has read.
-        shared: The bytes that rest in memory shared with other processes.
-        threads: How many threads read.
+        seconds: Time in seconds.
+        mapped: Bytes that stay mapped from the files.
+        populated: Mapped bytes that were read into the page cache.
+        read: Bytes that this process has read.
+        shared: Bytes in memory that is shared with other processes.
+        threads: Number of reader threads.
     """
 
     seconds: float
@@ -80,23 +77,23 @@ class ReadReport:
         rate = f" at {moved / self.seconds / 1e9:.2f} GB/s" if self.seconds > 0 else ""
         shared = f", {self.shared:,} bytes in shared memory" if self.shared else ""
         return (
-            f"{self.read:,} bytes read, {self.mapped:,} mapped ({self.populated:,} brought in){shared}: "
-            f"{self.seconds:.2f} s{rate}, {self.threads} threads"
+            f"{self.read:,} bytes read, {self.mapped:,} mapped ({self.populated:,} into the page cache){shared}"
+            f": {self.seconds:.2f} s{rate}, {self.threads} threads"
         )
 
 
 def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
-    """Brings every packed row home, and checks the values of its small tensors wherever it rests.
+    """Reads every quantized module to its device, and checks the values of its small tensors.
 
     Args:
-        loading: A load whose homes are settled.
-        hidden: The names of the tensors that transformers does not see.
+        loading: A load that has chosen its devices.
+        hidden: Names of the tensors that transformers does not see.
 
     Returns:
-        The plan that was carried out, and what it took.
+        The read plan, and the report of its execution.
 
     Raises:
-        PlacementError: `cpu_memory="mmap"` asks for what cannot be.
+        PlacementError: `cpu_memory="mmap"` or `"shared"` is not possible.
         FormatError: A small tensor has impossible values.
         CheckpointError: A file changed or cannot be read.
     """
@@ -125,9 +122,9 @@ def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple
 
 
 def log_summary(loading: LoadState, seconds: float) -> None:
-    """One line about the whole load, at level info."""
+    """Logs one line about the whole load, at level info."""
     logger.info(
-        "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %s",
+        "hfq: loaded %s in %.2f s: %d quantized modules (%s); %s; %s",
         loading.checkpoint.root,
         seconds,
         len(loading.quantized),
@@ -138,15 +135,15 @@ def log_summary(loading: LoadState, seconds: float) -> None:
 
 
 def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
-    """The read plan of a load whose homes are settled.
+    """Returns the read plan of a load that has chosen its devices.
 
     Args:
         loading: The load.
-        hidden: The names of the tensors that transformers does not see.
-        is_remote: Whether the checkpoint lies on a network file system.
+        hidden: Names of the tensors that transformers does not see.
+        is_remote: True if the checkpoint is on a network file system.
 
     Raises:
-        PlacementError: `cpu_memory="mmap"` asks for what cannot be.
+        PlacementError: `cpu_memory="mmap"` is not possible.
     """
     reads: list[ModuleRead] = []
     is_sharing = loading.config.cpu_memory == "shared" or (
@@ -156,7 +153,7 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
     why_read = (
         "on a network file system"
         if is_remote
-        else "DeepSpeed casts tensors that lie one by one"
+        else "DeepSpeed casts tensors separately"
         if is_deepspeed()
         else ""
     )
@@ -170,12 +167,10 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
                 for local, info in module.infos.items()
                 if local != module.weight_format.codes_name
             }
-            reads.append(
-                ModuleRead(name, device, "read", "its values are checked while loading", small, _CHECKS)
-            )
+            reads.append(ModuleRead(name, device, "read", "values are checked while loading", small, _CHECKS))
     accelerators = sorted({read.device for read in reads} - {"cpu", "disk"})
     buffers = [
-        ReadBuffer(_CHECKS, 0, "staging", gap=0),  # between small tensors lie codes, which are not to be read
+        ReadBuffer(_CHECKS, 0, "staging", gap=0),  # gap=0, since the bytes between small tensors are codes
         ReadBuffer(_PRIVATE, 0, "private"),
         ReadBuffer(_SHARED, 0, "shared"),
         *(ReadBuffer(device, 0, "staging") for device in accelerators),
@@ -188,17 +183,17 @@ def _planned(
 ) -> ModuleRead:
     infos, is_aligned = module.infos, is_mappable(module.infos)
     if device == "disk":
-        return ModuleRead(name, device, "disk", "read when it computes", infos)
+        return ModuleRead(name, device, "disk", "read when the module computes", infos)
     if device != "cpu":
-        return ModuleRead(name, device, "read", f"moved to {device} from a staging buffer", infos, device)
+        return ModuleRead(name, device, "read", f"copied to {device} from a staging buffer", infos, device)
     if cpu_memory == "mmap" and not is_aligned:
         raise PlacementError(
-            "A packed row cannot be used where it lies in the file. Nothing was loaded.",
+            "A quantized module cannot be mapped from its file. Nothing was loaded.",
             tensor=name,
             file=next(iter(infos.values())).range.file,
             expected="tensors aligned to their own dtype",
             found=", ".join(f"{i.name} at byte {i.range.offset}" for i in infos.values()),
-            fix='pass HfqConfig(cpu_memory="auto")',
+            fix='Pass HfqConfig(cpu_memory="auto").',
         )
     if cpu_memory in ("private", "shared"):
         return ModuleRead(name, device, "read", f'cpu_memory="{cpu_memory}"', infos, copies)
@@ -206,24 +201,27 @@ def _planned(
         return ModuleRead(name, device, "read", "not aligned to its own dtype in the file", infos, copies)
     if cpu_memory == "auto" and why_read:
         return ModuleRead(name, device, "read", why_read, infos, copies)
-    return ModuleRead(name, device, "mapped", "aligned, in the page cache for all processes", infos)
+    return ModuleRead(name, device, "mapped", "aligned, shared through the page cache", infos)
 
 
 def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[ModuleRead]:
-    """The dense tensors, which hfq does not load: transformers maps those that do not rest on disk."""
+    """Yields the reads of unquantized tensors, which hfq does not load.
+
+    transformers maps those that are not on disk.
+    """
     stored = {name: {name: info} for name, info in loading.match.unquantized.items()}
     for name, parts in loading.match.merged.items():
         stored[name] = {f"{name} from {part}": loading.checkpoint.tensors[part] for part in parts}
     for name, infos in stored.items():
         device = loading.devices.get(name, loading.main)
         if name in hidden:
-            yield ModuleRead("", device, "disk", "read when it computes", infos)
+            yield ModuleRead("", device, "disk", "read when the module computes", infos)
         else:
-            yield ModuleRead("", device, "mapped", "loaded by transformers, through a map", infos)
+            yield ModuleRead("", device, "mapped", "mapped by transformers", infos)
 
 
 class _Filler:
-    """Fills the arenas of a plan one after another, and gives each row to its module."""
+    """Fills the buffers of a read plan in turn, and passes each flat buffer to its module."""
 
     def __init__(
         self, loading: LoadState, plan: ReadPlan, threads: int, progress: Callable[[int], object]
@@ -237,7 +235,7 @@ class _Filler:
         self.shared_nbytes = 0
 
     def fill(self, buffer: ReadBuffer) -> None:
-        """Reads an arena, and hands out its rows."""
+        """Reads a buffer, and passes its parts to the modules."""
         memory = self._shared(buffer) if buffer.kind == "shared" else self._own(buffer)
         for read in self._plan.reads_into(buffer.name):
             self._give(read, memory, stays=buffer.kind != "staging")
@@ -257,15 +255,15 @@ class _Filler:
         )
         if shared is None and buffer.nbytes and self._loading.config.cpu_memory == "shared":
             raise PlacementError(
-                "The rows cannot be kept in shared memory. Nothing was loaded.",
+                "The weights do not fit in shared memory. Nothing was loaded.",
                 file="/dev/shm",
-                found="no room, or no shared memory",
+                found="too little free space, or no shared memory",
                 expected=f"{buffer.nbytes} free bytes",
-                fix='free shared memory, or pass HfqConfig(cpu_memory="auto")',
+                fix='Free shared memory, or pass HfqConfig(cpu_memory="auto").',
             )
         if shared is None:
             return self._own(buffer)
-        if not shared.was_filled:  # another process has read it
+        if not shared.was_filled:  # another process read it
             self._progress(sum(request.source.nbytes for request in self._plan.requests[buffer.name]))
         self.shared_nbytes += buffer.nbytes
         return memoryview(shared.memory)
@@ -275,9 +273,8 @@ class _Filler:
 
     def _give(self, read: ModuleRead, memory: memoryview, stays: bool) -> None:
         module, (segments, nbytes) = self._loading.quantized[read.name], read.layout
-        with torch.inference_mode(
-            False
-        ):  # each row is a storage of its own, so that a copy of one module copies its row alone
+        # each module has its own storage, so that a copy of one module copies only its bytes
+        with torch.inference_mode(False):
             buffer = (
                 torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=read.offset)
                 if nbytes
@@ -301,7 +298,10 @@ def _nothing() -> torch.Tensor:
 
 
 def _worth_bringing_in(plan: ReadPlan, reader: Reader) -> list[ByteRange]:
-    """What is mapped and not in memory; nothing where it would not fit beside the arenas."""
+    """Returns the mapped ranges that are not in memory.
+
+    Returns no range if they do not fit in memory together with the buffers.
+    """
     cold, available = cold_ranges(plan.mapped, reader), available_memory()
     wanted = sum(source.nbytes for source in cold) + sum(
         buffer.nbytes for buffer in plan.buffers.values() if buffer.kind != "staging"
@@ -310,7 +310,7 @@ def _worth_bringing_in(plan: ReadPlan, reader: Reader) -> list[ByteRange]:
 
 
 def _identity(plan: ReadPlan, buffer: ReadBuffer, reader: Reader) -> str:
-    """A digest of everything that an arena's bytes depend on."""
+    """Returns a digest of everything that the bytes of a buffer depend on."""
     requests = plan.requests[buffer.name]
     files = sorted({request.source.file for request in requests})
     identities = [(os.path.realpath(file), *reader.identity(file)) for file in files]
@@ -323,14 +323,17 @@ def _identity(plan: ReadPlan, buffer: ReadBuffer, reader: Reader) -> str:
 
 
 def _local_processes() -> int:
-    """How many processes a launcher has started on this node, as far as it says so."""
+    """Returns the number of processes that a launcher started on this node; 1 if unknown."""
     counts = (os.environ.get(name, "") for name in _LOCAL_COUNTS)
     return max((int(count) for count in counts if count.isdecimal()), default=1)
 
 
 @contextmanager
 def progress_bar(nbytes: int, doing: str = "reading") -> Iterator[Callable[[int], object]]:
-    """A bar in bytes, shown as transformers' switch says, for reads that take a while."""
+    """Yields a function that advances a progress bar in bytes, or does nothing for short reads.
+
+    transformers' setting for progress bars decides if it is shown.
+    """
     if nbytes < _SMALL:
         yield lambda _: None
         return

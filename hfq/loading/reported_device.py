@@ -1,4 +1,4 @@
-"""The device that an offloaded model reports as its own."""
+"""Device that an offloaded model reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ __all__ = ["report_device"]
 
 
 def report_device(model: Any, device: Any) -> None:
-    """Patch 4, for one model that is streamed: `model.device` is where it computes, and not `meta`."""
+    """Makes `model.device` the execution device of one offloaded model, instead of `meta`.
+
+    This is patch 4 of `hfq.integrations.transformers.patches`.
+    """
     for module in model.modules():
         if hasattr(module, "base_model_prefix") and any(
             parameter.is_meta for parameter in module.parameters()

@@ -1,6 +1,4 @@
-"""What `save_pretrained` writes: the checkpoint's own names, and the checkpoint's own bytes where they are
-packed.
-"""
+"""Tensors and files that `save_pretrained` writes: the checkpoint's own names and quantized bytes."""
 
 from __future__ import annotations
 
@@ -33,20 +31,20 @@ def stored_state(
     conversions: list[Any] | None,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of a loaded model by its name in the checkpoint.
+    """Returns every tensor of a loaded model by its name in the checkpoint.
 
-    What rests on disk, or packed in the shards of ranks, is given as a view of the mapped checkpoint (a dense
-    tensor: cast to the model's dtype). Tensors that the checkpoint does not know get the names that
-        transformers' own conversions give them.
+    Tensors on disk, and quantized tensors that ranks share, are views of the mapped checkpoint. Unquantized
+    tensors among them are cast to the dtype of the model. Tensors that the checkpoint does not store get the
+    names of transformers' own conversions.
 
     Args:
         model: The loaded model.
-        match: Where its tensors are stored.
-        quantized: Its packed modules by name.
+        match: Places of its tensors in the checkpoint.
+        quantized: Its quantized modules by name.
         checkpoint: The checkpoint.
-        reader: Its reader.
+        reader: Reader of the checkpoint.
         conversions: transformers' conversions of this model.
-        state: Its tensors by their names in the model; None to ask the model.
+        state: Its tensors by their names in the model; None to read them from the model.
     """
     state, stored = dict(model.state_dict() if state is None else state), {}
     for name, module in quantized.items():
@@ -63,9 +61,8 @@ def stored_state(
         place = match.unquantized.get(name)
         if tensor.is_meta and place is not None:
             tensor = map_tensor(reader, place).to(tensor.dtype)
-        if (
-            place is not None and name not in match.merged
-        ):  # both names of a tie are written where both are stored
+        # both names of a tie are written if both are stored
+        if place is not None and name not in match.merged:
             stored[place.name] = (
                 tensor.clone() if name in getattr(model, "all_tied_weights_keys", {}) else tensor
             )
@@ -79,16 +76,18 @@ def stored_state(
 def like_source(
     model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True
 ) -> Iterator[bool]:
-    """While a model is saved: copies the side files, and keeps a config.json that named no quantization from
-    naming one.
+    """Prepares the folder and the config for a save that matches the source checkpoint.
 
-    Gives True: what is saved is written by this process.
+    Copies the side files. Keeps `quantization_config` out of config.json if the source had none there.
 
     Args:
         model: The model.
-        checkpoint: The checkpoint it was loaded from.
-        folder: Where it is saved.
-        is_main_process: Whether this process writes what all share.
+        checkpoint: The checkpoint that the model was loaded from.
+        folder: Destination of the save.
+        is_main_process: True if this process writes the files that all processes share.
+
+    Yields:
+        True, since this process writes the model.
     """
     is_adapter = getattr(model, "_hf_peft_config_loaded", False)
     if is_main_process and not is_adapter and not os.path.isfile(folder):
@@ -121,7 +120,7 @@ def _is_same(source: Path, target: Path) -> bool:
 
 
 def _is_tied(name: str, model: nn.Module, match: CheckpointMatch) -> bool:
-    """Whether a tensor that the checkpoint does not store is one with a tensor that it does."""
+    """Returns True if a tensor is not stored itself, but tied to a stored tensor."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     others = {
         ties.get(name, name),

@@ -1,4 +1,4 @@
-"""The state of one load, as the steps of the load read it."""
+"""State of one load, shared by all of its steps."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["LoadState"]
 
 
 class LoadState:
-    """One load: what was opened, matched, placed and read.
+    """Files, matches, placement, and reads of one load.
 
     Attributes:
         model: The model; on the meta device until transformers has loaded it.
-        config: The user's config, with the checkpoint's own config as its source.
-        checkpoint: The files, by their headers.
-        reader: Reads the files.
-        match: The stored tensor of every parameter.
-        quantized: The quantized modules, by name.
-        devices: The device of every tensor, by name.
+        config: The config of the user, with the quantization config of the checkpoint as its source.
+        checkpoint: The checkpoint files, known by their headers.
+        reader: Reader of the files.
+        match: Stored tensor of every parameter.
+        quantized: Quantized modules by module name.
+        devices: Device of every tensor, by tensor name.
         main: The execution device.
         plan: Device and bytes of every tensor.
         read_plan: Source and destination of every quantized tensor.
-        read_report: Bytes, seconds and threads of carrying out the read plan.
+        read_report: Bytes, seconds, and threads that the read plan took.
     """
 
     model: PreTrainedModel
@@ -49,5 +49,5 @@ class LoadState:
     read_report: ReadReport
 
     def describe_formats(self) -> str:
-        """Returns the distinct formats of the model, as one line."""
+        """Returns the distinct formats of the model in one line."""
         return ", ".join(sorted({module.weight_format.describe() for module in self.quantized.values()}))

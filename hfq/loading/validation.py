@@ -1,4 +1,4 @@
-"""What a load checks and computes once, beside the matching itself."""
+"""Checks of a load outside of matching, and the dtypes of its tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ __all__ = [
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype of each tensor once loaded: the skeleton's, but for what transformers keeps in float32 by
-    name.
+    """Returns the dtype of each tensor after the load.
+
+    It is the dtype in the meta model, except for tensors that transformers keeps in float32 by name.
     """
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan = model._get_dtype_plan(dtype or model.dtype)
@@ -41,14 +42,17 @@ def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[st
 
 
 def check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
-    """AutoGPTQ writes zeros beside layers that have no bias; anything else there is another model's."""
+    """Checks that a layer without a bias has no stored bias, or only zeros.
+
+    AutoGPTQ writes zeros for such layers. Other values belong to another model.
+    """
     if bias is not None and not is_expected and bool(bias.any()):
         raise FormatError(
-            "A bias is stored beside a layer that has none. Nothing was loaded.",
+            "The checkpoint stores a bias for a layer that has none. Nothing was loaded.",
             tensor=f"{name}.bias",
             expected="no bias, or zeros",
             found=f"amplitudes up to {float(bias.abs().max()):g}",
-            fix="check the model's config against the checkpoint",
+            fix="Load with the config that was saved with the checkpoint.",
         )
 
 
@@ -60,7 +64,7 @@ def open_files(files: list[str] | None) -> Checkpoint:
             file=foreign[0] if foreign else None,
             expected="*.safetensors",
             found=", ".join(foreign) or "no files",
-            fix="convert the checkpoint to safetensors; hfq never opens a pickle",
+            fix="Convert the checkpoint to safetensors. hfq never opens a pickle.",
         )
     return opened_checkpoint(files)
 
@@ -79,18 +83,21 @@ def check_not_converted(names: list[str] | None, match: CheckpointMatch, model: 
             if any(module == i or module.startswith(f"{i}.") for i in inside)
         ]
         if not inside or quantized:
-            what = "is stored packed" if quantized else f"matches nothing in the model.{nearest(name, known)}"
+            what = (
+                "is stored quantized" if quantized else f"matches nothing in the model.{nearest(name, known)}"
+            )
             raise SetupError(
                 f"modules_to_not_convert names {name!r}, which {what}. Nothing was loaded.",
                 found=", ".join(quantized[:5]) or name,
-                expected="modules that the checkpoint stores as floats",
-                fix="remove it from modules_to_not_convert",
+                expected="modules that the checkpoint stores unquantized",
+                fix="Remove it from modules_to_not_convert.",
             )
 
 
 def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
-    """Refuses to offload a dense parameter that transformers makes of several stored tensors: no file holds
-    it as it is.
+    """Checks that no parameter that transformers merges from stored tensors is offloaded.
+
+    No file contains the merged tensor.
     """
     for name in sorted(offloaded):
         if name in match.merged:
@@ -98,21 +105,21 @@ def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
                 "device_map offloads a parameter that the checkpoint stores in parts or in another layout. "
                 "Nothing was loaded.",
                 tensor=name,
-                expected="a home where it computes",
+                expected="the execution device",
                 found=", ".join(match.merged[name][:4]),
-                fix="give the module of this parameter a home that computes, as the CPU or the GPU",
+                fix="Map the module of this parameter to the execution device.",
             )
 
 
 def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:
-    """Refuses a device_map that sends the tensors of one packed row to several homes."""
+    """Checks that all tensors of a quantized module have the same device."""
     for name, module in quantized.items():
         found = {devices[f"{name}.{local}"] for local in module.infos}
         if len(found) > 1:
             raise PlacementError(
-                "device_map splits a packed layer. Nothing was loaded.",
+                "device_map splits a quantized module. Nothing was loaded.",
                 tensor=name,
-                expected="one home for all its tensors",
+                expected="one device for all its tensors",
                 found=", ".join(sorted(found)),
-                fix="name modules in device_map, not tensors",
+                fix="Name modules in device_map, not tensors.",
             )

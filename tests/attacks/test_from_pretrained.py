@@ -62,7 +62,7 @@ def test_a_path_that_is_too_long_is_refused(prefix):
 
 
 def test_no_path_is_refused():
-    with refused("no checkpoint", "None"):
+    with refused("requires a checkpoint", "None"):
         load(None)
 
 

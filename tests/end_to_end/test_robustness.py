@@ -76,7 +76,7 @@ def test_act_order_without_its_index_is_refused(tmp_path, change):
 def test_a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero(tmp_path):
     name = f"{tiny_models.FIRST}.bias"
     with pytest.raises(
-        FormatError, match=rf"(?s)bias is stored beside a layer that has none. Nothing was loaded.*{name}"
+        FormatError, match=rf"(?s)stores a bias for a layer that has none. Nothing was loaded.*{name}"
     ):
         load(written(tmp_path / "bias", lambda t: t.__setitem__(name, torch.ones(128, dtype=torch.float16))))
     zero = load(
@@ -97,7 +97,7 @@ def test_what_transformers_keeps_in_float32_stays_so_in_every_placement():
 
 
 def test_a_device_map_that_splits_a_packed_layer_is_refused():
-    with pytest.raises(PlacementError, match=r"splits a packed layer. Nothing was loaded"):
+    with pytest.raises(PlacementError, match=r"splits a quantized module. Nothing was loaded"):
         load(device_map={"": "cpu", "model.layers.0.self_attn.q_proj.scales": "disk"})
 
 

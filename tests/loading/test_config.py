@@ -93,7 +93,7 @@ def test_an_argument_that_would_be_ignored_is_refused(argument):
 
 @pytest.mark.parametrize("device_map", [None, "cpu", {"": "disk"}])
 def test_a_limit_that_nothing_would_obey_is_refused(device_map):
-    with pytest.raises(SetupError, match=r"max_memory=…\) limits nothing.*Nothing was loaded"):
+    with pytest.raises(SetupError, match=r"max_memory=…\) requires.*Nothing was loaded"):
         AutoModelForCausalLM.from_pretrained(
             GPTQ, quantization_config=HfqConfig(), device_map=device_map, max_memory={"cpu": "1KB"}
         )

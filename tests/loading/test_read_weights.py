@@ -95,8 +95,8 @@ def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
     assert all(name in text for name in loading.checkpoint.tensors)
     for words in (
         ("mapped", "aligned"),
-        ("disk", "read when it computes"),
-        ("checks 0", "its values are checked while loading"),
+        ("disk", "read when the module computes"),
+        ("checks 0", "values are checked while loading"),
     ):
         assert any(all(word in line for word in words) for line in text.splitlines())
     assert json.loads(json.dumps(plan.to_dict()))["staging"] == plan.staging > 0
@@ -186,7 +186,7 @@ def test_what_is_not_aligned_is_read(misaligned, expected):
     assert how(model) == {"cpu": 28}
     assert "not aligned" in loader_of(model).read_plan.explain()
     assert torch.equal(logits(model, TOKENS), expected)
-    with pytest.raises(PlacementError, match="cannot be used where it lies"):
+    with pytest.raises(PlacementError, match="cannot be mapped from its file"):
         load(misaligned, cpu_memory="mmap")
 
 
@@ -222,7 +222,7 @@ def test_without_room_in_shared_memory_each_process_has_its_own(
     model = load(misaligned)
     assert loader_of(model).read_report.shared == 0
     assert torch.equal(logits(model, TOKENS), expected)
-    with pytest.raises(PlacementError, match="cannot be kept in shared memory"):  # asked for by name
+    with pytest.raises(PlacementError, match="do not fit in shared memory"):  # asked for by name
         load(misaligned, cpu_memory="shared")
 
 
