@@ -77,8 +77,9 @@ class ReadReport:
         rate = f" at {moved / self.seconds / 1e9:.2f} GB/s" if self.seconds > 0 else ""
         shared = f", {self.shared:,} bytes in shared memory" if self.shared else ""
         return (
-            f"{self.read:,} bytes read, {self.mapped:,} mapped ({self.populated:,} into the page cache){shared}"
-            f": {self.seconds:.2f} s{rate}, {self.threads} threads"
+            f"{self.read:,} bytes read, {self.mapped:,} mapped "
+            f"({self.populated:,} into the page cache){shared}: "
+            f"{self.seconds:.2f} s{rate}, {self.threads} threads"
         )
 
 

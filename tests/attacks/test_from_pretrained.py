@@ -172,7 +172,7 @@ def test_a_model_of_the_hub_cache_loads(offline, gptq, tmp_path, subfolder):
 
 
 def test_sizes_of_a_model_of_the_hub_cache_are_checked_before_it_is_built(offline, gptq, tmp_path):
-    with refused("config.json says num_hidden_layers=500", kind=FormatError):
+    with refused("config.json has num_hidden_layers=500", kind=FormatError):
         load("o/n", **cache_model(edit_config(gptq, num_hidden_layers=500), tmp_path))
 
 

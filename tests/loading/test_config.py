@@ -78,7 +78,7 @@ def test_checkpoint_activations_are_quantized_and_others_are_not():
 
 
 def test_a_module_that_is_stored_packed_cannot_be_left_unconverted():
-    with pytest.raises(SetupError, match=r"(?s)'down_proj', which is stored packed. Nothing was loaded"):
+    with pytest.raises(SetupError, match=r"(?s)'down_proj', which is stored quantized. Nothing was loaded"):
         load(modules_to_not_convert=["down_proj"])
     with pytest.raises(SetupError, match=r"(?s)'lm_haed'.*Did you mean 'lm_head'"):
         load(modules_to_not_convert=["lm_haed"])

@@ -239,7 +239,7 @@ def test_a_network_file_system_is_read_by_many_threads(monkeypatch, expected, lo
 def test_one_line_says_what_was_done(log):
     load()
     (line,) = [record.getMessage() for record in log.records if record.getMessage().startswith("hfq: loaded")]
-    for words in ("28 packed modules", "bytes read", "mapped", " s at ", "GB/s", "4 threads"):
+    for words in ("28 quantized modules", "bytes read", "mapped", " s at ", "GB/s", "4 threads"):
         assert words in line
 
 

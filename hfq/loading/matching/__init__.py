@@ -1,1 +1,1 @@
-"""Pairs stored tensors with the parameters of the model."""
+"""Matching of stored tensors with the parameters of a model."""

@@ -1,5 +1,6 @@
-"""Matches a model's skeleton with a checkpoint's tensors, by headers alone: all have one place, or one error
-says what.
+"""Match of a meta model with the tensors of a checkpoint, from headers alone.
+
+Every stored tensor gets one parameter, or one error lists all problems.
 """
 
 from __future__ import annotations
@@ -40,12 +41,17 @@ _FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 
 @dataclass
 class CheckpointMatch:
-    """What is packed, and what is dense: name in the model → where it is stored.
+    """Stored tensors of the quantized modules and the unquantized parameters of a model.
 
-    `merged` are dense parameters that transformers makes of several stored tensors; `experts` the fused
-    experts that the checkpoint stores one by one, and `halved` the linear layers that it stores as two;
-    `unused` stored tensors that the model has no place for, and `kept` those of them that a save writes back,
-    as the scales of a quantized KV cache.
+    Attributes:
+        quantized: Quantized modules, by name in the model.
+        unquantized: Stored tensor of each unquantized parameter, by name in the model.
+        merged: Unquantized parameters that transformers merges from several stored tensors, with their names.
+        experts: Fused experts that the checkpoint stores separately.
+        halved: Linear layers that the checkpoint stores as two layers.
+        unused: Stored tensors that match no parameter.
+        kept: Unused tensors that a save writes back, such as the scales of a quantized KV cache.
+        problems: Mismatches, one line each.
     """
 
     quantized: dict[str, QuantizedModuleMatch] = field(default_factory=dict)
@@ -58,15 +64,18 @@ class CheckpointMatch:
     problems: list[str] = field(default_factory=list)
 
     def hint(self, name: str, names: Iterable[str]) -> str:
-        """The nearest name, for as many problems as are shown; looking for it takes time."""
+        """Returns the nearest name as a sentence, or "" after the first 20 problems.
+
+        The search is slow, and only the first problems are shown.
+        """
         return nearest(name, names) if len(self.problems) < 20 else ""
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter of the skeleton is stored, as it is or packed."""
+        """Returns True if a parameter of the meta model is stored, quantized or not."""
         return name in self.unquantized or self.is_quantized(name)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether a parameter of the skeleton is stored packed."""
+        """Returns True if a parameter of the meta model is stored quantized."""
         module, _, local = name.rpartition(".")
         is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.quantized
         return module in self.quantized or module in self.experts or module in self.halved or is_weight
@@ -75,16 +84,16 @@ class CheckpointMatch:
 def match_model(
     model: PreTrainedModel, checkpoint: Checkpoint, source: Mapping, key_mapping: dict[str, str] | None = None
 ) -> CheckpointMatch:
-    """Finds the place of every stored tensor in the model, and the stored tensor of every place.
+    """Pairs every stored tensor with a parameter of the model.
 
     Args:
-        model: The skeleton on meta, before any module was replaced.
+        model: The meta model, before any module is replaced.
         checkpoint: The validated checkpoint.
         source: Its `quantization_config`.
-        key_mapping: Renamings of the user, {pattern of a stored name: replacement}.
+        key_mapping: Renamings of the user, {pattern of a stored name: replacement}; None for no renaming.
 
     Raises:
-        FormatError: Lists everything that is missing, extra, or of a wrong dtype or shape.
+        FormatError: Lists every tensor that is missing, unexpected, or has a wrong dtype or shape.
     """
     modules, names = tensors_by_module(checkpoint.tensors), Names(model, key_mapping)
     hints = detection_hints(checkpoint, source)
@@ -92,7 +101,7 @@ def match_model(
     try:
         formats = detect_formats(modules, hints)
     except UnquantizedError:
-        # placed and streamed like any other; the summary of the load says that nothing is packed
+        # an unquantized model is placed and offloaded in the same way
         formats = {}
     matcher = _Matcher(model, names, formats, halves_experts(hints))
     for module, tensors in modules.items():
@@ -109,15 +118,16 @@ def match_model(
             f"The checkpoint does not match {type(model).__name__}. Nothing was loaded.",
             file=checkpoint.root,
             problems=match.problems,
-            found=f"tensors without a place: {unused}" if unused else None,
-            fix="download the checkpoint again, or load it with the class and config it was saved from",
+            found=f"tensors without a parameter: {unused}" if unused else None,
+            fix="Download the checkpoint again, or load it with the class and config that it was saved with.",
         )
     return match
 
 
 def _by_stored_names(metadata: Mapping[str, str], modules: Iterable[str], names: Names) -> dict[str, str]:
-    """The files' metadata, whose entries for weights (torchao's) may have their names in the model where the
-    file has others.
+    """Returns the file metadata with weights under their stored names.
+
+    The metadata of torchao may use the names in the model instead.
     """
     entries = {name: text for name, text in metadata.items() if name.endswith(".weight")}
     stored = [f"{module}.weight" for module in modules] if entries else []
@@ -126,7 +136,7 @@ def _by_stored_names(metadata: Mapping[str, str], modules: Iterable[str], names:
 
 
 class _Matcher:
-    """Places one stored module after the other."""
+    """Matches stored modules one by one."""
 
     def __init__(
         self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool
@@ -156,14 +166,12 @@ class _Matcher:
             self._add_unquantized(tensors)
 
     def find_missing_layers(self) -> None:
-        """Every expert of a layer whose experts are stored one by one must have all its projections; what is
-        halved, both halves.
-        """
+        """Adds a problem for each missing projection of separate experts, and for each missing half."""
         for name in self.match.halved:
             halves = (f"{name}.{local}" for local in HALVES)
             self.match.problems += [f"{half}: missing" for half in halves if half not in self.match.quantized]
             if name in self.match.quantized:
-                self.match.problems.append(f"{name}: unexpected beside its halves")
+                self.match.problems.append(f"{name}: unexpected next to its halves")
         for name, experts in self.match.experts.items():
             for expert in range(experts.count):
                 is_fused = f"{name}.{expert}.gate_up_proj" in self.match.quantized
@@ -173,20 +181,21 @@ class _Matcher:
                 for projection in ("gate_proj", "up_proj"):
                     if is_fused and f"{name}.{expert}.{projection}" in self.match.quantized:
                         self.match.problems.append(
-                            f"{name}.{expert}.{projection}: unexpected beside gate_up_proj"
+                            f"{name}.{expert}.{projection}: unexpected next to gate_up_proj"
                         )
 
     def find_doubles(self) -> None:
-        """No place may be stored packed and dense."""
+        """Adds a problem for each parameter that is stored both quantized and unquantized."""
         for name, info in self.match.unquantized.items():
             if self.match.is_quantized(name):
                 self.match.problems.append(
-                    f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed"
+                    f"{info.name}: stored a second time, since {name.rpartition('.')[0]} is stored quantized"
                 )
 
     def _half(self, module: str) -> TargetModule | None:
-        """The place of a stored layer that is a half of one of the model, as gptqmodel 7.7 writes those of
-        Phi-3 and GLM.
+        """Returns the target of a stored layer that is half of a layer of the model, or None.
+
+        gptqmodel 7.7 writes the fused layers of Phi-3 and GLM as halves.
         """
         owner, _, local = module.rpartition(".")
         if local not in HALVES:
@@ -221,8 +230,8 @@ class _Matcher:
             match.unused += [info.part_of or info.name for info in tensors.values()]
         elif merged or (target is None and names.is_within(name, self._submodules)):
             match.problems.append(
-                f"{module}: packed {found.describe()}, but {owner_of(name, self._submodules)} has no layer "
-                f"of its own for it"
+                f"{module}: quantized as {found.describe()}, but "
+                f"{owner_of(name, self._submodules)} has no such layer"
             )
         elif target is None:
             match.unused += [info.name for info in tensors.values()]
@@ -231,7 +240,8 @@ class _Matcher:
             if target_module is None:
                 kind = type(target).__name__
                 match.problems.append(
-                    f"{module}: packed {found.describe()}, but it is a {kind} in the model, which stays dense"
+                    f"{module}: quantized as {found.describe()}, but the model has a {kind}, which hfq "
+                    f"does not quantize"
                 )
             else:
                 own = {
@@ -251,7 +261,7 @@ class _Matcher:
     def _place(
         self, module: str, target_module: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]
     ) -> None:
-        """Puts a stored module into its slot, and lists what does not fit."""
+        """Matches a stored module with its target module, and lists the mismatches."""
         match = self.match
         if target_module.name in match.quantized:
             match.problems.append(f"{module}: stored a second time, as {target_module.name}")
@@ -278,7 +288,7 @@ class _Matcher:
                 match.kept.append(info.name)
             elif local not in specs:
                 match.problems.append(
-                    f"{info.name}: unexpected beside a {found.describe()} layer.{match.hint(local, specs)}"
+                    f"{info.name}: unexpected in a {found.describe()} layer.{match.hint(local, specs)}"
                 )
         match.quantized[target_module.name] = QuantizedModuleMatch(
             target_module, found, {local: tensors[local] for local in specs if local in tensors}
@@ -299,7 +309,7 @@ class _Matcher:
                 continue
             if name in match.unquantized and not merged:
                 match.problems.append(
-                    f"{info.name}: stored a second time, beside {match.unquantized[name].name}"
+                    f"{info.name}: stored a second time, in addition to {match.unquantized[name].name}"
                 )
             match.unquantized[name] = info
             if merged:
@@ -307,7 +317,7 @@ class _Matcher:
             is_float = place.is_floating_point()
             if is_float and info.dtype not in _FLOAT_DTYPES:
                 match.problems.append(
-                    f"{info.name}: expected a float weight, found {info} that no dialect explains"
+                    f"{info.name}: expected a float weight, found {info} of no known format"
                 )
             elif not is_float and DTYPE_BITS[info.dtype] != place.element_size() * 8:
                 match.problems.append(f"{info.name}: expected {place.dtype}, found {info}")
@@ -320,7 +330,7 @@ def _check_ties(match: CheckpointMatch, model: PreTrainedModel) -> None:
         for name in (target, source):
             if name.rpartition(".")[0] in match.quantized:
                 match.problems.append(
-                    f"{name}: stored packed, but the config ties {target} to {source} (set "
+                    f"{name}: stored quantized, but the config ties {target} to {source} (set "
                     f"tie_word_embeddings to false)"
                 )
 
@@ -331,8 +341,9 @@ def _find_missing(
     parameters: Mapping[str, torch.Tensor],
     architectures: Sequence[str] | None,
 ) -> None:
-    """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is
-    new.
+    """Adds a problem for each tensor of the model that is not stored.
+
+    Ties, the exceptions of the model class, and a new head may be missing.
     """
     ties = model.all_tied_weights_keys
     groups = [

@@ -1,4 +1,4 @@
-"""Which modules of a transformers model are brought to their device as one: decoder layers and leaves."""
+"""Offload units of a transformers model: its decoder layers and leaf modules."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def find_offload_units(
     hidden: Iterable[str],
     devices: Mapping[str, str],
 ) -> list[OffloadUnit]:
-    """The blocks of a model, each with its parts that do not rest where they compute.
+    """Returns the units of a model with their offloaded weights.
 
     Args:
-        model: The loaded model; the classes in its `_no_split_modules` are blocks.
-        match: Where its tensors are stored.
-        quantized: The packed modules that move, by name; experts among them are read when they are routed to,
-            and not before.
-        hidden: The dense tensors that transformers did not load, by name.
-        devices: Where every tensor rests.
+        model: The loaded model; each module of a class in its `_no_split_modules` is one unit.
+        match: Places of its tensors in the checkpoint.
+        quantized: Offloaded quantized modules, by name. Experts among them are left out, since they are read
+            when they are routed to.
+        hidden: Names of the unquantized tensors that transformers did not load.
+        devices: Device of every tensor, by name.
     """
     unquantized: dict[str, list[UnquantizedParameter]] = {}
     for name in sorted(hidden):
@@ -46,7 +46,7 @@ def find_offload_units(
 
 
 def stored_place(name: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
-    """Where a parameter is stored: under its own name, or under a name that it is tied to."""
+    """Returns the stored tensor of a parameter, or of one that is tied to it; None if neither is stored."""
     if name in match.unquantized:
         return match.unquantized[name]
     ties = model.all_tied_weights_keys
@@ -64,7 +64,9 @@ def _collect(
     unquantized: Mapping[str, list[UnquantizedParameter]],
 ) -> Iterable[OffloadUnit]:
     children = list(module.named_children())
-    takes_weights = isinstance(module, nn.MultiheadAttention)  # of its child, which it never calls
+    takes_weights = isinstance(
+        module, nn.MultiheadAttention
+    )  # it reads the weights of a child that it never calls
     if type(module).__name__ in whole or not children or takes_weights:
         linears = tuple(linear for key, linear in quantized.items() if _is_within(key, name))
         targets = tuple(

@@ -1,4 +1,4 @@
-"""What of a model is quantized: its blocks in order, and the linear layers of each, as optimum finds them."""
+"""Layers that hfq quantizes: linear layers of decoder layers, as optimum finds them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 
 def optimum_gptq(module: str) -> ModuleType:
-    """`optimum.gptq.<module>`, which knows the blocks of a model and the calibration sets of the field.
+    """Returns the module `optimum.gptq.<module>`, for decoder layers and calibration data.
 
     Raises:
         SetupError: optimum is not installed.
@@ -38,46 +38,46 @@ def optimum_gptq(module: str) -> ModuleType:
         return importlib.import_module(f"optimum.gptq.{module}")
     except ImportError as error:
         raise SetupError(
-            "Quantizing a model needs optimum, which finds its blocks and calibration sets.",
+            "Quantizing a model requires optimum, which finds its decoder layers.",
             expected="optimum 2.0 or later",
             found=str(error),
-            fix="pip install 'hfq[quantize]'",
+            fix="Run pip install 'hfq[quantize]'",
         ) from error
 
 
 def find_decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The decoder blocks of a model by name, in order.
+    """Returns the decoder layers of a model by name, in order.
 
     Raises:
-        SetupError: optimum knows no block of this architecture.
+        SetupError: optimum knows no decoder layers of this architecture.
     """
     try:
         name = optimum_gptq("utils").get_block_name_with_pattern(model)
         blocks = model.get_submodule(name)
     except (ValueError, AttributeError) as error:
         raise SetupError(
-            f"optimum does not know where the blocks of {type(model).__name__} are; it cannot be quantized.",
+            f"optimum does not know the decoder layers of {type(model).__name__}, so hfq cannot quantize it.",
             found=str(error),
             expected=", ".join(optimum_gptq("constants").BLOCK_PATTERNS),
-            fix="quantize a decoder-only language model",
+            fix="Choose a decoder-only language model.",
         ) from error
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)) or not len(blocks):
         raise SetupError(
-            f"The blocks of {type(model).__name__} are no list; it cannot be quantized.",
+            f"The decoder layers of {type(model).__name__} are not a list, so hfq cannot quantize it.",
             expected=f"a ModuleList at {name}",
             found=type(blocks).__name__,
-            fix="quantize a decoder-only language model",
+            fix="Choose a decoder-only language model.",
         )
     return {f"{name}.{local}": block for local, block in blocks.named_children()}
 
 
 def find_linears(block: nn.Module, name: str, skipped: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """The linear layers of a block, by their names in the model.
+    """Returns the linear layers of a decoder layer, by their names in the model.
 
     Args:
-        block: The block.
+        block: The decoder layer.
         name: Its name.
-        skipped: Layers that stay floats.
+        skipped: Layers that stay unquantized.
     """
     found = optimum_gptq("utils").get_layers(block)
     left = set(skipped)
@@ -86,13 +86,14 @@ def find_linears(block: nn.Module, name: str, skipped: Iterable[str] = ()) -> di
 
 
 def find_skipped(model: nn.Module, patterns: Sequence[str] | None, within: Iterable[str] = ()) -> list[str]:
-    """The linear layers that `modules_to_not_convert` names: by whole name, or by their own or a parent's
-    last names.
+    """Returns the modules that `modules_to_not_convert` selects.
+
+    A name selects modules with that full name, or whose own or parent's last names equal it.
 
     Args:
         model: The model.
-        patterns: The names.
-        within: Further modules that can be named, as those of experts which the model still holds as one.
+        patterns: The names; None for no names.
+        within: Further module names, such as experts that the model still holds fused.
 
     Raises:
         SetupError: A name matches nothing in the model.
@@ -106,24 +107,24 @@ def find_skipped(model: nn.Module, patterns: Sequence[str] | None, within: Itera
             raise SetupError(
                 f"modules_to_not_convert names {pattern!r}, which matches nothing in the "
                 f"model.{nearest(pattern, known)}",
-                expected="names of modules",
+                expected="a module name",
                 found=pattern,
-                fix="correct modules_to_not_convert",
+                fix="Remove it from modules_to_not_convert, or use a name that the model has.",
             )
         skipped.update(found)
     return sorted(skipped)
 
 
 def check_unfused(block: nn.Module, name: str, skipped: Iterable[str]) -> None:
-    """Refuses a block with experts that are one tensor together: they would stay floats without a word.
+    """Checks that a decoder layer has no fused experts, which would stay unquantized silently.
 
     Args:
-        block: The block.
+        block: The decoder layer.
         name: Its name.
-        skipped: Modules that are to stay floats.
+        skipped: Modules that stay unquantized.
 
     Raises:
-        SetupError: Names the tensor, and how to leave it dense.
+        SetupError: Names the tensor, and the option that leaves it unquantized.
     """
     left = set(skipped)
     for local, parameter in block.named_parameters():
@@ -131,31 +132,31 @@ def check_unfused(block: nn.Module, name: str, skipped: Iterable[str]) -> None:
         is_of_torch = type(block.get_submodule(local.rpartition(".")[0])).__module__.startswith("torch.nn.")
         if parameter.dim() > 2 and not is_of_torch and owner not in left:
             raise SetupError(
-                "A model stores experts as one tensor, which hfq does not quantize. Nothing was done.",
+                "The model holds its experts in one tensor, which hfq does not quantize. Nothing was done.",
                 tensor=f"{owner}.{last}",
                 expected="linear layers",
                 found=str(list(parameter.shape)),
-                fix=f"leave them dense with modules_to_not_convert=[{owner.removeprefix(f'{name}.')!r}]",
+                fix=f"Pass modules_to_not_convert=[{owner.removeprefix(f'{name}.')!r}].",
             )
 
 
 def is_expert(name: str) -> bool:
-    """Whether a layer is one of a routed expert, which some tokens do not reach."""
+    """Returns True if a layer belongs to a routed expert, which some tokens do not reach."""
     return _EXPERT.search(name) is not None
 
 
 def without_number(name: str) -> str:
-    """A layer's name with a star for the number of its expert."""
+    """Returns the name of a layer with a star for the number of its expert."""
     return _EXPERT.sub("*", name)
 
 
 def size_of(layer: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer or a Conv1D."""
+    """Returns (out, in) of a linear layer or a Conv1D."""
     rows, columns = layer.weight.shape  # type: ignore[misc]
     return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
 
 
 def with_number_of(name: str, expert: str) -> str:
-    """A layer's name with the number of another layer's expert in place of its own."""
+    """Returns the name of a layer with the expert number of another layer."""
     found = _EXPERT.search(expert)
     return _EXPERT.sub(found.group(), name) if found else name

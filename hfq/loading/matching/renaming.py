@@ -1,4 +1,4 @@
-"""Stored names and names in the model, by transformers' own renamings."""
+"""Names in the checkpoint and in the model, by transformers' renamings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 __all__ = ["Names", "owner_of"]
 
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)attn\.(masked_)?bias$")
-"""What files of older versions hold, and no model of today has a place for."""
+"""Buffers in files of older versions, which models do not have today."""
 
 
 class Names:
-    """Stored names → names in one model.
+    """Map from stored names to names in one model.
 
     Args:
-        model: The skeleton, before any module was replaced.
-        key_mapping: As given to `from_pretrained`: {pattern of a stored name: replacement}.
+        model: The meta model, before any module is replaced.
+        key_mapping: Argument of `from_pretrained`, {pattern of a stored name: replacement}; None for no
+            renaming.
     """
 
     def __init__(self, model: PreTrainedModel, key_mapping: dict[str, str] | None = None) -> None:
@@ -36,11 +37,11 @@ class Names:
             *_predicting_layers(model),
         }
         if not any("lm_head" in name for name in self._tensors):
-            ignored.add(r"(^|\.)lm_head\.")  # of the class with a head, wherever that keeps it
+            ignored.add(r"(^|\.)lm_head\.")  # only the class with a head has one
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
 
     def in_model(self, stored: str) -> tuple[str, bool]:
-        """The name in the model, and whether transformers would merge or split the tensor on the way."""
+        """Returns the name in the model, and True if transformers merges or splits the tensor."""
         name, pattern = rename_source_key(
             stored, self._renamings, self._converters, self._prefix, self._tensors
         )
@@ -49,8 +50,9 @@ class Names:
         return name, pattern is not None
 
     def experts(self, stored: str) -> str:
-        """The name in the model of the fused experts whose path in the checkpoint this is; all experts of a
-        layer share it.
+        """Returns the name in the model of fused experts, from their path in the checkpoint.
+
+        All experts of a layer share it.
         """
         if stored not in self._experts:
             names = [self.in_model(f"{stored}.{local}")[0] for local in ("gate_up_proj", "up_proj")]
@@ -60,19 +62,18 @@ class Names:
         return self._experts[stored]
 
     def is_ignored(self, stored: str) -> bool:
-        """Whether the model's class, or its config, says that this tensor may stand in a checkpoint without a
-        place.
-        """
+        """Returns True if the model class or its config allows this tensor to match no parameter."""
         return self._ignored.search(stored) is not None
 
     def is_within(self, name: str, submodules: Mapping[str, nn.Module]) -> bool:
-        """Whether a name without a place lies inside a part that the model has, and not beside its parts."""
+        """Returns True if a name that matches nothing is inside a submodule of the model."""
         return owner_of(name, submodules) not in ("", self._prefix)
 
 
 def _predicting_layers(model: PreTrainedModel) -> list[str]:
-    """Patterns of layers behind the last, which predict further tokens (DeepSeek-V3, GLM-4.5); transformers
-    has none of them.
+    """Returns patterns of extra layers that predict further tokens (DeepSeek-V3, GLM-4.5).
+
+    transformers does not have these layers.
     """
     config = model.config.get_text_config()
     count, more = (
@@ -85,7 +86,7 @@ def _predicting_layers(model: PreTrainedModel) -> list[str]:
 
 
 def owner_of(name: str, submodules: Mapping[str, nn.Module]) -> str:
-    """The innermost module of the model that a name lies in."""
+    """Returns the innermost module of the model that contains a name."""
     while name not in submodules:
         name = name.rpartition(".")[0]
     return name

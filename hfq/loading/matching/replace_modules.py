@@ -1,4 +1,4 @@
-"""Puts packed modules into a skeleton, in the place of transformers' own."""
+"""Replacement of modules in a meta model by quantized modules."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ logger = logging.get_logger("hfq")
 def replace_modules(
     model: nn.Module, match: CheckpointMatch, config: HfqConfig, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, QuantizedModule]:
-    """Replaces every module that the checkpoint stores packed, and gives the new ones by name.
+    """Replaces all modules that the checkpoint stores quantized, and returns the new ones.
 
     Args:
-        model: The skeleton on meta.
-        match: What is stored packed.
-        config: The user's options.
-        dtypes: The dtype of each tensor of the skeleton once loaded.
+        model: The meta model.
+        match: Stored tensors of its quantized modules.
+        config: Options of the user.
+        dtypes: Dtype of each tensor of the meta model after the load.
+
+    Returns:
+        The quantized modules, by name.
 
     Raises:
-        SetupError: `quantize_activations=True` asks for a quantization of activations that hfq does not do.
+        SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.
     """
     quantized = {}
     for name, found in match.quantized.items():
@@ -72,9 +75,8 @@ def replace_modules(
             }
             for expert in range(experts.count)
         ]
-        takes_turns = (
-            experts.is_interleaved and not experts.is_halved
-        )  # halves are what was cut, one after the other
+        # stored halves are contiguous, not interleaved
+        takes_turns = experts.is_interleaved and not experts.is_halved
         kind = SortedExperts if experts.is_sorted else QuantizedExperts
         swapped = kind(layers, gate_of(experts), takes_turns).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
@@ -83,15 +85,16 @@ def replace_modules(
 
 
 def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
-    """Makes a module that was replaced call its successor: model code may hold it in a list of its own, as
-    Mask2Former's does.
+    """Makes a replaced module call its successor.
+
+    Model code may hold it in a list, as Mask2Former does.
     """
     replaced._parameters.clear()
     replaced.__dict__["forward"] = module.__call__
 
 
 def _tell_of_others(quantized: Mapping[str, QuantizedModule], asked: str) -> None:
-    """Says which layers another kernel multiplies than the one that was named."""
+    """Logs the layers that the chosen kernel cannot multiply."""
     left = {
         name: module
         for name, module in quantized.items()
@@ -102,7 +105,7 @@ def _tell_of_others(quantized: Mapping[str, QuantizedModule], asked: str) -> Non
         layer = module.weight_format, module.in_features, module.out_features
         reason = explain_kernels(asked, *layer, scheme=module.scheme)[asked]
         logger.warning(
-            "hfq: kernel=%r cannot multiply %d packed layers, which %s does (%s: %s)",
+            "hfq: kernel=%r cannot multiply %d quantized layers. %s does this instead (%s: %s)",
             asked,
             len(left),
             ", ".join(sorted({other.kernel.name for other in left.values()})),
@@ -112,15 +115,15 @@ def _tell_of_others(quantized: Mapping[str, QuantizedModule], asked: str) -> Non
 
 
 def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> QuantizedModule:
-    """The module, on meta, that holds one packed layer.
+    """Returns the module, on the meta device, for one quantized layer.
 
     Args:
         name: Its name, for messages.
-        found: The layer.
-        config: The user's options.
+        found: The matched layer.
+        config: Options of the user.
 
     Raises:
-        SetupError: `quantize_activations=True` asks for a quantization of activations that hfq does not do.
+        SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.
     """
     target = found.target
     if target.kind == "embedding":
@@ -131,8 +134,7 @@ def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -
             "HfqConfig(quantize_activations=True) cannot be used with this checkpoint. Nothing was loaded.",
             found=scheme.dtype,
             expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
-            fix="pass HfqConfig(quantize_activations=False): the weights are used exactly, the activations "
-            "as they are",
+            fix="Pass HfqConfig(quantize_activations=False), which leaves activations unquantized.",
         )
     layer = found.format, target.in_features, target.out_features
     kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
@@ -143,8 +145,9 @@ def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -
 
 
 def _scheme(weight_format: Format, config: HfqConfig) -> ActivationScheme | None:
-    """How a layer's activations are rounded: not at all, or as the checkpoint asks, with the user's threshold
-    of outliers.
+    """Returns the activation scheme of a layer, with the outlier threshold of the user.
+
+    None leaves activations unquantized.
     """
     scheme = weight_format.activation_scheme if config.quantize_activations else None
     if scheme is None or scheme.outlier_threshold is None or config.llm_int8_threshold is None:

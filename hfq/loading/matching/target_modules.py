@@ -1,6 +1,4 @@
-"""What in a transformers model can hold a packed layer: linear layers, Conv1D, embeddings, and the experts of
-a mixture.
-"""
+"""Modules that quantized layers replace: linear layers, Conv1D, embeddings, and experts."""
 
 from __future__ import annotations
 
@@ -34,16 +32,16 @@ __all__ = [
 ]
 
 WEIGHT = "packed_weight"
-"""The name of a packed weight within a module that keeps its own forward."""
+"""Name of a quantized weight in a module that keeps its own forward."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-"""The layers that an expert may have in the model."""
+"""Layers that an expert may have in the model."""
 
 HALVES = ("gate_proj", "up_proj")
-"""What a checkpoint may have in place of a linear layer `gate_up_proj`."""
+"""Layers that a checkpoint may store instead of a linear layer `gate_up_proj`."""
 
 _UP_FIRST = ("Phi4MultimodalAudioMLP",)
-"""Modules whose `gate_up_proj` gives the up channels first."""
+"""Modules whose `gate_up_proj` returns the up channels first."""
 
 _EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(\d+)\.(\w+)$")
 _PROJECTIONS = {
@@ -55,21 +53,20 @@ _PROJECTIONS = {
     "w2": "down_proj",
     "gate_up_proj": "gate_up_proj",
 }
-"""The names that checkpoints give to the projections of an expert."""
+"""Names of the projections of an expert in checkpoints."""
 
 
 @dataclass(frozen=True)
 class TargetModule:
-    """One place for one packed layer.
+    """Module or weight that one quantized layer replaces.
 
     Attributes:
         name: Its name in the model.
-        kind: What is replaced; `weight` is the weight alone of a module that computes with it in its own way,
-            as a router; `half` one of two layers that together give the outputs of one linear layer of the
-            model.
-        in_features: The size of an input.
-        out_features: The size of an output.
-        has_bias: Whether the model has a bias there.
+        kind: Kind of the target. `weight` is only the weight of a module with its own forward, such as a
+            router. `half` is one of two layers that together return the outputs of one linear layer.
+        in_features: Size of an input.
+        out_features: Size of an output.
+        has_bias: True if the model has a bias there.
     """
 
     name: str
@@ -81,7 +78,7 @@ class TargetModule:
 
 @dataclass(frozen=True)
 class QuantizedModuleMatch:
-    """One layer that the checkpoint holds packed."""
+    """Layer that the checkpoint stores quantized, with its target, format, and tensors."""
 
     target: TargetModule
     format: Format
@@ -90,21 +87,20 @@ class QuantizedModuleMatch:
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """The experts of one layer, as transformers fuses them.
+    """Experts of one layer, fused by transformers.
 
     Attributes:
-        name: The module's name in the model.
+        name: Name of the module in the model.
         module: The module.
-        count: How many experts there are.
-        hidden: The size of a hidden state.
-        intermediate: The size of an expert's inner state.
-        has_bias: Whether its projections have biases.
-        is_interleaved: Whether gate and up channels alternate.
-        is_halved: Whether the checkpoint's `gate_proj` and `up_proj` are halves of these all the same
+        count: Number of experts.
+        hidden: Size of a hidden state.
+        intermediate: Intermediate size of an expert.
+        has_bias: True if the projections have biases.
+        is_interleaved: True if gate and up channels alternate.
+        is_halved: True if `gate_proj` and `up_proj` in the checkpoint are contiguous halves despite this
             (`halves_experts`).
-        has_gate: Whether they have gate channels; Nemotron-H's have not.
-        is_sorted: Whether they are given every token once for each expert, weighted, and add nothing up, as
-            Llama 4's are.
+        has_gate: True if the experts have gate channels; Nemotron-H's do not.
+        is_sorted: True if each expert receives every token, weighted, and nothing is summed, as in Llama 4.
     """
 
     name: str
@@ -119,7 +115,7 @@ class FusedExperts:
     is_sorted: bool = False
 
     def target(self, expert: int, projection: str) -> TargetModule:
-        """The place of one projection of one expert."""
+        """Returns the target of one projection of one expert."""
         sizes = {
             "gate_up_proj": (self.hidden, 2 * self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
@@ -130,14 +126,14 @@ class FusedExperts:
         )
 
     def projections(self, is_fused: bool) -> tuple[str, ...]:
-        """The names of an expert's layers."""
+        """Returns the names of an expert's layers."""
         if not self.has_gate:
             return ("up_proj", "down_proj")
         return ("gate_up_proj", "down_proj") if is_fused else ("gate_proj", "up_proj", "down_proj")
 
 
 def target_module_of(name: str, module: nn.Module | None) -> TargetModule | None:
-    """The place that a module of the model is, or None where nothing packed can stand in for it."""
+    """Returns the target for a module, or None if no quantized layer can replace it."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return TargetModule(name, "linear", module.in_features, module.out_features, module.bias is not None)
     if isinstance(module, Conv1D):
@@ -153,12 +149,12 @@ def target_module_of(name: str, module: nn.Module | None) -> TargetModule | None
 
 
 def half_of(name: str, module: nn.Module | None, local: str) -> TargetModule | None:
-    """The place of one half of a fused linear layer, or None where the module is not one.
+    """Returns the target for one half of a fused linear layer, or None for other modules.
 
     Args:
-        name: The fused layer's name in the model, ….gate_up_proj.
+        name: Name of the fused layer in the model, ending in `.gate_up_proj`.
         module: The fused layer.
-        local: Which half, of `HALVES`.
+        local: The half, one of `HALVES`.
     """
     whole = target_module_of(name, module)
     if whole is None or whole.kind != "linear" or whole.out_features % 2:
@@ -167,12 +163,12 @@ def half_of(name: str, module: nn.Module | None, local: str) -> TargetModule | N
 
 
 def halves_of(owner: nn.Module) -> tuple[str, ...]:
-    """The halves in the order that the module takes their outputs in."""
+    """Returns the halves in the order in which the module reads their outputs."""
     return HALVES[::-1] if type(owner).__name__ in _UP_FIRST else HALVES
 
 
 def pack_weight(module: nn.Module, quantized: nn.Module) -> None:
-    """Makes a module compute with a packed weight: reading `weight` dequantizes it."""
+    """Replaces the weight of a module by a quantized one, which is dequantized on each read."""
     cls = type(module)
     own = {
         "weight": property(lambda self: getattr(self, WEIGHT).weight),
@@ -185,8 +181,9 @@ def pack_weight(module: nn.Module, quantized: nn.Module) -> None:
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:
-    """Every module that fuses experts in the way of transformers' `use_experts_implementation`, or of Llama
-    4, by name.
+    """Returns every module with fused experts, by name.
+
+    Finds modules that use transformers' `use_experts_implementation`, and those of Llama 4.
     """
     found = {name: _experts(name, module) for name, module in submodules.items()}
     return {name: experts for name, experts in found.items() if experts is not None}
@@ -225,8 +222,9 @@ def _experts(name: str, module: nn.Module) -> FusedExperts | None:
 
 
 def expert_of(stored: str) -> tuple[str, int, str] | None:
-    """(the path of the experts, expert, projection) of a stored module that is one projection of one
-    expert.
+    """Returns (path of the experts, expert, projection) of a stored module.
+
+    Returns None if the module is not one projection of one expert.
     """
     found = _EXPERT.match(stored)
     if found is None or found[3] not in _PROJECTIONS:
@@ -235,7 +233,7 @@ def expert_of(stored: str) -> tuple[str, int, str] | None:
 
 
 def gate_of(experts: FusedExperts) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is between the projections of fused experts, whose weights are dropped: it needs none."""
+    """Returns the function between the projections of fused experts, and drops their weights."""
     experts.module._parameters.clear()
     if not experts.has_gate:
         return experts.module.act_fn  # type: ignore[return-value]

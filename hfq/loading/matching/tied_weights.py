@@ -1,6 +1,4 @@
-"""Heads that are tied to an embedding which the checkpoint stores packed: two modules that read the same
-bytes.
-"""
+"""Output heads that are tied to a quantized embedding, so that two modules read the same bytes."""
 
 from __future__ import annotations
 
@@ -17,18 +15,18 @@ __all__ = ["shared_heads"]
 def shared_heads(
     model: PreTrainedModel, quantized: Mapping[str, QuantizedModuleMatch], unquantized: Mapping[str, object]
 ) -> dict[str, QuantizedModuleMatch]:
-    """The layers that are not stored, but tied to one that is stored packed, and unties them: no parameter is
-    left to share.
+    """Returns the layers that are tied to a quantized layer instead of stored, and unties them.
 
-    A multiplication with the head reads the rows that a lookup takes: what is stored once is saved once.
+    The tie must go, since no parameter is left to share. A product with the head reads the same rows as a
+    lookup. Tensors that are stored once are saved once.
 
     Args:
-        model: The skeleton, before any module was replaced; forgets these ties.
-        quantized: What is stored packed, by name in the model.
-        unquantized: The unquantized tensors, by name in the model; a head among them stays a conflict.
+        model: The meta model, before any module is replaced; it loses these ties.
+        quantized: Quantized modules, by name in the model.
+        unquantized: Unquantized tensors, by name in the model; a stored head stays a conflict.
 
     Returns:
-        The layers by name, each of the tensors of the one that it is tied to.
+        The layers by name, each with the tensors of the layer that it is tied to.
     """
     found = {}
     for pair in list(model.all_tied_weights_keys.items()):
@@ -47,7 +45,6 @@ def shared_heads(
         found[missing] = dataclasses.replace(match, target=target_module)
         del model.all_tied_weights_keys[pair[0]]
         ties = model._tied_weights_keys or {}
-        model._tied_weights_keys = {
-            name: other for name, other in ties.items() if name != pair[0]
-        }  # transformers asks again
+        # transformers reads the ties a second time
+        model._tied_weights_keys = {name: other for name, other in ties.items() if name != pair[0]}
     return found

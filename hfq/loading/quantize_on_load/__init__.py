@@ -1,1 +1,1 @@
-"""Quantizes a float checkpoint while it is loaded."""
+"""Quantization of a float checkpoint while it is loaded."""

@@ -1,10 +1,8 @@
-"""A load of a float checkpoint that packs its layers: one float weight is in memory at any time, and nothing
-but packed bytes stays.
+"""Load of a float checkpoint that quantizes its layers, with one float weight in memory at a time.
 
-Once homes are settled, each home gets a private file without a name: in `offload_folder` for `disk`, in
-memory for every other. What is written to it is read, mapped and streamed as the files of a checkpoint are.
-Where no row is used as it lies there, as on an accelerator, the memory is given back when the rows have been
-read.
+Once devices are chosen, each device gets a private unnamed file: in `offload_folder` for `disk`, and in
+memory for every other device. hfq reads, maps, and offloads these files in the same way as checkpoint files.
+If no module maps such a file in memory, its memory is freed after the read. An accelerator is one such case.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ logger = logging.get_logger("hfq")
 
 
 class QuantizingLoader(ModelLoader):
-    """A load that packs; see the file's docstring, and `ModelLoader`.
+    """Load that quantizes; see `ModelLoader`.
 
     Attributes:
-        quantizing: What is packed, and how.
+        quantizing: Layers that are quantized, with their recipe and format.
     """
 
     quantizing: VirtualCheckpoint
@@ -62,11 +60,11 @@ class QuantizingLoader(ModelLoader):
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         if config._source is not None:
             raise FormatError(
-                "The config says that the model is quantized already. Nothing was loaded.",
+                "quantize_weights requires a float checkpoint, but this one is quantized. Nothing was loaded.",
                 file="config.json",
-                expected="a model of floats",
+                expected="no quantization_config",
                 found=f"quant_method={config._source.get('quant_method')!r}",
-                fix="leave quantize_weights out to load it, or pass the float checkpoint that it was made of",
+                fix="Leave quantize_weights out to load it, or pass the original float checkpoint.",
             )
         self.quantizing = plan_virtual_checkpoint(
             self.model, open_files(files), config, load_context().key_mapping
@@ -95,14 +93,13 @@ class QuantizingLoader(ModelLoader):
             and not getattr(model, "_hf_peft_config_loaded", False)
             and not Path(folder).is_file()
         )
-        if is_whole and isinstance(
-            self.quantizing.format, Gptq
-        ):  # which is what older readers of GPTQ look for
+        # older GPTQ readers look for quantize_config.json
+        if is_whole and isinstance(self.quantizing.format, Gptq):
             text = json.dumps(self.quantizing.source, indent=2) + "\n"
             Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
 
     def _pack(self) -> dict[str, TemporaryFile]:
-        """Packs every layer into the file of its home, one after the other."""
+        """Quantizes every layer into the file of its device, one after another."""
         started, by_device = time.perf_counter(), self._by_device()
         files: dict[str, TemporaryFile] = {}
         for device, modules in by_device.items():
@@ -115,7 +112,7 @@ class QuantizingLoader(ModelLoader):
             for module, layer in modules:
                 self._rebind(module, layer, placed)
         with progress_bar(
-            sum(layer.weight.nbytes for layer in self.quantizing.layers.values()), "packing"
+            sum(layer.weight.nbytes for layer in self.quantizing.layers.values()), "quantizing"
         ) as progress:
             for device, modules in by_device.items():
                 for module, layer in modules:
@@ -123,7 +120,7 @@ class QuantizingLoader(ModelLoader):
                     progress(layer.weight.nbytes)
                 files[device].finish()
         logger.info(
-            "hfq: packed %d layers as %s in %.2f s",
+            "hfq: quantized %d layers as %s in %.2f s",
             len(self.quantizing.layers),
             self.quantizing.format.describe(),
             time.perf_counter() - started,
@@ -131,9 +128,7 @@ class QuantizingLoader(ModelLoader):
         return files
 
     def _by_device(self) -> dict[str, list[tuple[QuantizedModule, FloatLayer]]]:
-        """The packed modules of each home with the layers that they are made of, in the order of the
-        model.
-        """
+        """Returns the quantized modules of each device with their float layers, in model order."""
         made = {}
         for name, module in self.quantized.items():
             stored = next(iter(module.infos.values())).name.rpartition(".")[0]
@@ -145,19 +140,19 @@ class QuantizingLoader(ModelLoader):
             device = self.devices[f"{name}.{next(iter(module.infos))}"]
             if device == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
-                    "A layer that is packed while loading rests on disk, and nothing says in which folder. "
+                    "device_map puts a layer that is quantized on load on disk, without offload_folder. "
                     "Nothing was loaded.",
                     tensor=layer.name,
                     expected="offload_folder",
                     found="None",
-                    fix="pass from_pretrained(offload_folder=…): a folder with room for the packed layers, "
-                    "on a fast disk",
+                    fix="Pass from_pretrained(offload_folder=…), a folder on a fast disk with space for the "
+                    "quantized layers.",
                 )
             found.setdefault(device, []).append((module, layer))
         return found
 
     def _rebind(self, module: QuantizedModule, layer: FloatLayer, placed: dict[str, TensorInfo]) -> None:
-        """Says where a layer's tensors lie, now that this is settled, to all who ask."""
+        """Stores the final byte ranges of a layer in the module, the match, and the checkpoint."""
         own = {local: placed[f"{layer.stored}.{local}"] for local in module.infos}
         module.infos.update(own)
         self.match.quantized[module.name].infos.update(own)
@@ -175,20 +170,21 @@ class QuantizingLoader(ModelLoader):
             flat = tensors[local].contiguous().reshape(-1).view(torch.uint8)
             if flat.numel() != info.nbytes:
                 raise FormatError(
-                    "A layer was packed into other bytes than planned. Nothing was loaded.",
+                    "A quantized layer has another size than planned. Nothing was loaded.",
                     tensor=info.name,
                     expected=f"{info.nbytes} bytes",
                     found=f"{flat.numel()} bytes",
-                    fix="this is a fault in hfq: report it",
+                    fix="Report this error as a bug in hfq.",
                 )
-            # numpy arrays are buffers
+            # numpy arrays have the buffer protocol
             file.write(info.range.offset, memoryview(flat.numpy()))  # type: ignore[arg-type]
 
 
 def _label(device: str) -> str:
-    """What a home's file is called in messages and byte ranges; the folder before it tells on which file
-    system it lies.
+    """Returns the name of a device's file in messages and byte ranges.
+
+    The folder in it tells the file system of the file.
     """
     if device == "disk":
-        return f"{Path(load_context().offload_folder or '').absolute()}/(packed while loading)"
-    return f"/dev/shm/(packed while loading, {device})"
+        return f"{Path(load_context().offload_folder or '').absolute()}/(quantized on load)"
+    return f"/dev/shm/(quantized on load, {device})"

@@ -1,4 +1,4 @@
-"""What cannot be packed while loading, and is refused before anything is read."""
+"""Options that quantize on load does not support, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hfq.loading.ranks import is_zero3
 
 __all__ = ["check_quantize_on_load", "refuse_quantize_on_load"]
 
-_WRITTEN = "write a quantized checkpoint with hfq.quantize, and load that"
+_WRITTEN = "Write a quantized checkpoint with hfq.quantize, and load that one."
 
 
 def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
-    """Refuses a method that needs calibration, and loads that several processes share.
+    """Checks that the method needs no calibration data, and that one process loads the model.
 
     Args:
-        config: Names a method.
-        has_ranks: Whether the load is one of a tensor parallel run.
+        config: Config of the user.
+        has_ranks: True if the load is part of a tensor-parallel run.
 
     Raises:
-        SetupError: Names what cannot go with packing.
+        SetupError: Names the unsupported option.
     """
     recipe = config.recipe
     if recipe is None:
@@ -30,14 +30,14 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
         "tensor parallelism": (has_ranks, _WRITTEN),
         f"cpu_memory={config.cpu_memory!r}": (
             config.cpu_memory in ("private", "shared"),
-            "leave cpu_memory out: what is packed lies in memory of this process",
+            "Leave cpu_memory out. Layers that are quantized on load are in memory of this process.",
         ),
     }
     raise_first(
         SetupError(
-            f"from_pretrained cannot pack a model while loading it with {what}. Nothing was loaded.",
+            f"from_pretrained cannot quantize on load with {what}. Nothing was loaded.",
             found=what,
-            expected="a method that rounds to nearest, and a load of one process",
+            expected="a method that needs no calibration data, and one process",
             fix=fix,
         )
         for what, (is_so, fix) in problems.items()
@@ -46,15 +46,14 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
 
 
 def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
-    """For loads that cannot pack at all.
+    """Checks that a load that cannot quantize is not asked to.
 
     Raises:
-        SetupError: The config names a method.
+        SetupError: The config has `quantize_weights`.
     """
     if config.recipe is not None:
         raise SetupError(
-            f"{caller} loads what is quantized already, and the config says how to quantize. Nothing was "
-            f"loaded.",
+            f"{caller} does not quantize on load. Nothing was loaded.",
             expected="no quantize_weights",
             found=f"method={config.recipe.method!r}",
             fix=_WRITTEN,

@@ -1,9 +1,7 @@
-"""Which layers of a float checkpoint are packed while it is loaded, and the quantized checkpoint that it is
-then matched as.
+"""Quantized checkpoint that a float checkpoint is matched as while it is quantized on load.
 
-That checkpoint has the tensors that `hfq.quantize` would write, with the same names, dtypes and shapes, so
-that everything which comes after (matching, plan, homes, streaming, saving) is as of a quantized checkpoint
-on disk.
+It has the tensors that `hfq.quantize` would write, with the same names, dtypes, and shapes. All later steps
+(matching, plan, placement, offloading, and saving) treat it as a quantized checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ from hfq.version import __version__
 __all__ = ["FloatLayer", "VirtualCheckpoint", "lay_out_layers", "plan_virtual_checkpoint"]
 
 _ALIGNMENT = 64
-_UNPLACED = "(packed while loading)"
+_UNPLACED = "(quantized on load)"
 
 
 @dataclass(frozen=True)
 class FloatLayer:
-    """A layer that is packed.
+    """Layer that is quantized.
 
     Attributes:
         name: Its name in the model.
-        stored: Its module's name in the checkpoint.
-        weight: Its float weight there.
-        bias: Its bias there, which lies beside the packed tensors.
-        is_transposed: Whether the weight is stored [in, out].
+        stored: Name of its module in the checkpoint.
+        weight: Its stored float weight.
+        bias: Its stored bias, which is copied next to the quantized tensors; None without a bias.
+        is_transposed: True if the weight is stored [in, out].
         size: (out, in).
     """
 
@@ -62,13 +60,13 @@ class FloatLayer:
 
 @dataclass(frozen=True)
 class VirtualCheckpoint:
-    """What a load packs.
+    """Layers that a load quantizes, and the checkpoint that they form.
 
     Attributes:
-        recipe: How.
-        format: What the layers are packed as.
-        layers: They, by their modules' names in the checkpoint, in the order of the model.
-        checkpoint: The checkpoint that they make; the tensors of packed layers lie in no file yet.
+        recipe: Recipe of the quantization.
+        format: Format of the quantized layers.
+        layers: The layers in model order, by the names of their modules in the checkpoint.
+        checkpoint: The resulting checkpoint; its quantized tensors are not in a file yet.
         source: Its `quantization_config`.
     """
 
@@ -82,27 +80,27 @@ class VirtualCheckpoint:
 def plan_virtual_checkpoint(
     model: PreTrainedModel, floats: Checkpoint, config: HfqConfig, key_mapping: dict[str, str] | None = None
 ) -> VirtualCheckpoint:
-    """Chooses what is packed as `hfq.quantize` does; nothing is read.
+    """Chooses the layers to quantize as `hfq.quantize` does, without reading weights.
 
     Args:
-        model: The skeleton on meta, before any module was replaced.
+        model: The meta model, before any module is replaced.
         floats: The float checkpoint.
-        config: Names the method and its options.
-        key_mapping: As for `match_model`.
+        config: Config of the user, with the recipe.
+        key_mapping: Same as for `match_model`.
 
     Raises:
-        SetupError: The blocks of the model are not known, or nothing is left to pack.
-        FormatError: The checkpoint is quantized already, does not match, or a layer cannot be packed.
+        SetupError: The decoder layers of the model are unknown, or no layer is left to quantize.
+        FormatError: The checkpoint is quantized or does not match, or a layer cannot be quantized.
     """
     check_floats(floats, "Nothing was loaded")
     recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping)
     layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
     if not layers:
         raise SetupError(
-            "No layer is left to pack. Nothing was loaded.",
-            expected="linear layers in the model's blocks",
+            "No layer is left to quantize. Nothing was loaded.",
+            expected="linear layers in the decoder layers",
             found="none",
-            fix="correct modules_to_not_convert",
+            fix="Name fewer modules in modules_to_not_convert.",
         )
     weight_format = recipe.weight_format(layer.size for layer in layers.values())
     for layer in layers.values():
@@ -122,7 +120,7 @@ def plan_virtual_checkpoint(
 def lay_out_layers(
     layers: Iterable[FloatLayer], weight_format: Format, file: str
 ) -> tuple[dict[str, TensorInfo], int]:
-    """Where the tensors of packed layers lie in a file of their own: by stored name, and the file's bytes.
+    """Returns the places of the quantized tensors in one file, by stored name, and the file size.
 
     Raises:
         FormatError: The format cannot hold a layer.
@@ -143,7 +141,7 @@ def lay_out_layers(
 def _layers(
     model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, patterns: list[str] | None
 ) -> Iterator[FloatLayer]:
-    """The linear layers of the blocks, experts that are stored one by one among them."""
+    """Yields the linear layers of the decoder layers, with experts that are stored separately."""
     experts = {name: found for name, found in match.quantized.items() if found.target.kind == "expert"}
     skipped = set(find_skipped(model, patterns, _with_parents(experts)))
     for decoder_layer_name, block in find_decoder_layers(model).items():
@@ -152,11 +150,11 @@ def _layers(
             weight = match.unquantized.get(f"{name}.weight")
             if weight is None or f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
                 raise FormatError(
-                    "A layer is stored in a way that cannot be packed. Nothing was loaded.",
+                    "hfq cannot quantize a layer that is stored in this way. Nothing was loaded.",
                     tensor=f"{name}.weight",
                     expected="one tensor named ….weight",
                     found=", ".join(match.merged.get(f"{name}.weight", [str(weight)])),
-                    fix="leave it dense with modules_to_not_convert",
+                    fix=f"Pass modules_to_not_convert=[{name!r}].",
                 )
             size = size_of(linear)
             yield _layer(name, weight, floats, not isinstance(linear, nn.Linear), size)
@@ -176,7 +174,7 @@ def _layer(
 
 
 def _with_parents(names: Iterable[str]) -> list[str]:
-    """Names of modules, and of all that they lie in below the experts of a layer."""
+    """Returns names of modules and of the experts that contain them."""
     found: dict[str, None] = {}
     for name in names:
         head, _, tail = name.rpartition("experts.")
@@ -186,7 +184,7 @@ def _with_parents(names: Iterable[str]) -> list[str]:
 
 
 def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, FloatLayer]) -> list[str]:
-    """The stored names of linear layers that stay floats."""
+    """Returns the stored names of linear layers that stay unquantized."""
     names = {
         *find_linears(model, ""),
         *(name for name, found in match.quantized.items() if found.target.kind == "expert"),
@@ -196,7 +194,7 @@ def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, 
 
 
 def _stored_module(name: str, match: CheckpointMatch) -> str:
-    """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
+    """Returns the stored name of a layer, or its own name if it is not stored, such as a tied head."""
     info = (
         match.quantized[name].infos["weight"]
         if name in match.quantized

@@ -1,10 +1,9 @@
-"""Loading under tensor parallelism: each rank reads its slice of every packed layer that the model's
-`tp_plan` cuts.
+"""Tensor-parallel load: each rank reads its slice of the quantized layers that `tp_plan` cuts.
 
-transformers cuts the dense parameters itself (DTensors), and installs its hooks on packed layers as on its
-own: they see a layer that computes on plain local tensors (`_hf_quantized_needs_local_tp`). `in_features` and
-`out_features` stay those of the whole layer, which is what its hooks go by. A slice along the input gives a
-partial sum, which the hooks add up over the ranks.
+transformers cuts the unquantized parameters itself (DTensors), and installs its hooks on quantized layers,
+too. The hooks see a layer that computes with plain local tensors (`_hf_quantized_needs_local_tp`).
+`in_features` and `out_features` stay those of the whole layer, since the hooks use them. A slice along the
+input returns a partial sum, which the hooks add up over the ranks.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ logger = logging.get_logger("hfq")
 
 
 class SlicedLoader(ModelLoader):
-    """A load whose packed layers are shared by the ranks of a tensor parallel run; see `ModelLoader`.
+    """Load whose quantized layers are shared by tensor-parallel ranks; see `ModelLoader`.
 
     Attributes:
         rank: This rank.
-        world: How many ranks there are.
-        slices: This rank's slice of each packed layer that is cut, by name.
-        parts: What this rank holds of each stored tensor, {layer: {local name: part}}.
+        world: Number of ranks.
+        slices: Slice of this rank, for each quantized layer that is cut, by name.
+        parts: Part of each stored tensor that this rank holds, {layer: {local name: part}}.
     """
 
     def __init__(
@@ -65,22 +64,20 @@ class SlicedLoader(ModelLoader):
         self._rules = dict(model.tp_plan)
 
     def __deepcopy__(self, memo: dict) -> SlicedLoader:
-        raise no_copy(
-            f"{len(self.slices)} layers cut for {self.world} ranks"
-        )  # transformers' hooks call the layers they were made for
+        # transformers' hooks call the original layers
+        raise no_copy(f"{len(self.slices)} layers cut for {self.world} ranks")
 
     @property
     def held_nbytes(self) -> int:
-        """The packed bytes that this rank holds."""
+        """Quantized bytes that this rank holds."""
         return sum(part.nbytes for parts in self.parts.values() for part in parts.values())
 
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
     ) -> dict[str, Any] | None:
-        """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows
-        alone.
+        """Reads this rank's part of every quantized layer, and excludes those parts from `tp_plan`.
 
-        Where every layer is cut is settled on all ranks before any of them reads a row.
+        All ranks agree on every cut before any of them reads weights.
         """
         started, before = time.perf_counter(), self.reader.counters.bytes_read
         self.main = str((device_map or {}).get("", "cpu"))
@@ -100,20 +97,20 @@ class SlicedLoader(ModelLoader):
         return None
 
     def finish(self) -> None:
-        """After transformers has loaded the rest: as in any load."""
+        """Completes the load once transformers has loaded the remaining tensors."""
         if getattr(self.model, "_mesh_manager", None) is None:
             raise SetupError(
-                "Packed layers were cut for the ranks of another load; no model was returned.",
+                "distributed_config belongs to another load. Nothing was loaded.",
                 found="a used distributed_config",
                 expected="from_pretrained(tp_plan=…)",
-                fix="pass a config of its own to each load, without distributed_config",
+                fix="Pass a new config without distributed_config to each load.",
             )
         self.model._tp_plan = self._rules
         self.plan = Plan(tuple(self._entries()))
         super().finish()
         whole = sum(info.nbytes for module in self.quantized.values() for info in module.infos.values())
         logger.info(
-            "hfq: rank %d of %d holds %s of %s packed bytes",
+            "hfq: rank %d of %d holds %s of %s quantized bytes",
             self.rank,
             self.world,
             f"{self.held_nbytes:,}",
@@ -121,8 +118,9 @@ class SlicedLoader(ModelLoader):
         )
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Every tensor by its name in the checkpoint: packed ones from the checkpoint itself, dense ones
-        gathered from all ranks.
+        """Returns every tensor by its name in the checkpoint, and the file metadata.
+
+        Quantized tensors come from the checkpoint, and unquantized ones are gathered from all ranks.
         """
         state = {
             name: _gathered(tensor)
@@ -139,12 +137,16 @@ class SlicedLoader(ModelLoader):
     def saved_like_source(
         self, model: nn.Module, folder: Any, is_main_process: bool
     ) -> AbstractContextManager[bool]:
-        """All ranks must save together, since dense parameters are gathered; rank 0 alone writes."""
+        """Returns the context manager of a save that all ranks must join; only rank 0 writes.
+
+        Unquantized parameters are gathered from all ranks.
+        """
         return super().saved_like_source(model, folder, is_main_process and self.rank == 0)
 
     def _cut(self, name: str, module: QuantizedModule) -> None:
-        """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along
-        the input needs is read.
+        """Chooses this rank's part of one layer.
+
+        Reads the index tensor that a slice along the input depends on, and no other tensor.
         """
         target = self.match.quantized[name].target
         part = self.slices.get(name)
@@ -160,7 +162,7 @@ class SlicedLoader(ModelLoader):
             self._index[name] = {local: read_tensor(self.reader, infos[local]) for local in wanted}
             try:
                 module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
-            except FormatError as error:  # a format knows no names
+            except FormatError as error:  # formats do not know the names of layers
                 raise FormatError(
                     error.message,
                     tensor=error.tensor or name,
@@ -171,7 +173,7 @@ class SlicedLoader(ModelLoader):
         self.parts[name] = {local: TensorPart(infos[local], cut) for local, cut in cuts.items()}
 
     def _read(self, name: str, module: QuantizedModule) -> None:
-        """Reads this rank's part of one row, checks its values, and gives it to the module."""
+        """Reads this rank's part of one layer, checks its values, and passes it to the module."""
         found = module.weight_format
         part = self.slices.get(name)
         target = self.match.quantized[name].target
@@ -183,7 +185,7 @@ class SlicedLoader(ModelLoader):
         self._settled[name] = _changes(found, module.weight_format)
         if part is not None and isinstance(module, QuantizedLinear):
             module.local_in_features = part.stop - part.start if part.axis == "in" else target.in_features
-            # what transformers' hooks ask for
+            # transformers' hooks read this attribute
             module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
 
     def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> FlatBuffer:
@@ -204,9 +206,7 @@ class SlicedLoader(ModelLoader):
         return row
 
     def _check_settled(self) -> None:
-        """What values settle of a dialect must be the same for all slices of a layer, as it is where one
-        process sees them all.
-        """
+        """Checks that the tensor values of all slices of a layer determine the same format variant."""
         first, *others = exchange(
             {name: found for name, found in self._settled.items() if found and name in self.slices}
         )
@@ -214,18 +214,19 @@ class SlicedLoader(ModelLoader):
             for name in sorted({*first, *found}):
                 if first.get(name) != found.get(name):
                     raise FormatError(
-                        "The slices of a packed layer are to be read in different ways. Nothing was loaded.",
+                        "The slices of a quantized layer have different formats. Nothing was loaded.",
                         tensor=name,
                         rank=rank,
                         expected=f"{first.get(name, {})}, as on rank 0",
                         found=f"{found.get(name, {})}",
-                        fix="restore the checkpoint's own quantization_config; without tp_plan it says what "
-                        "is missing",
+                        fix="Restore the checkpoint's own quantization_config. A load without tp_plan reports "
+                        "the missing entries.",
                     )
 
     def _edit_rules(self) -> None:
-        """While transformers applies its plan, no rule may touch a packed row, or name a parameter that
-        packed experts replaced.
+        """Removes rules that transformers must not apply, before it applies its plan.
+
+        No rule may change a quantized layer, or name a parameter that quantized experts replaced.
         """
         kept, rules = passed_rules(self.model), dict(self.model.tp_plan)
         names = {generic(name) for name, _ in self.model.named_parameters()}
@@ -241,7 +242,7 @@ class SlicedLoader(ModelLoader):
         self.model._tp_plan = rules
 
     def _digests(self) -> dict[str, str]:
-        """What all ranks must agree on before they read."""
+        """Returns the data that all ranks must agree on before they read."""
         files = sorted(
             (file.rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers
         )
@@ -267,7 +268,7 @@ class SlicedLoader(ModelLoader):
 
 
 def _changes(before: Format, after: Format) -> dict[str, Any]:
-    """The fields of a format in which two differ."""
+    """Returns the fields that differ between two formats, with the new values."""
     # every format is a dataclass
     fields = [field.name for field in dataclasses.fields(after)]  # type: ignore[arg-type]
     return {name: getattr(after, name) for name in fields if getattr(before, name) != getattr(after, name)}

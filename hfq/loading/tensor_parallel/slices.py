@@ -1,9 +1,7 @@
-"""Tensor parallelism as transformers plans it: which arguments ask for it, and which slice of each packed
-layer a rank then holds.
+"""Arguments that request tensor parallelism, and the slice of each quantized layer on a rank.
 
-The plan is the model's own (`base_model_tp_plan`), with the rules that the user adds. Its styles tell the
-axis that is cut; what comes before and after a layer's forward (all-reduce, gather) are transformers' own
-hooks.
+The plan is the model's own (`base_model_tp_plan`), with the rules of the user. Its styles give the axis of a
+cut. The steps before and after the forward pass of a layer (all-reduce, gather) are hooks of transformers.
 """
 
 from __future__ import annotations
@@ -52,20 +50,21 @@ _AXES = {
     "rowwise_split_input": "in",
 }
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""The styles of layers that every rank holds whole."""
+"""Styles of layers that every rank holds completely."""
 _EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 _has_meshes: ContextVar[bool] = ContextVar("hfq_has_meshes", default=False)
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 
 
 def asks_for_ranks(kwargs: Mapping[str, Any]) -> bool:
-    """Whether arguments of `from_pretrained` ask for a model that several ranks share."""
+    """Returns True if the arguments of `from_pretrained` request tensor parallelism."""
     return any(kwargs.get(name) is not None for name in _ARGUMENTS)
 
 
 def noting_meshes(original: Callable) -> Callable:
-    """`PreTrainedModel.prepare_distribute_model`, which makes the process group and the meshes of a load,
-    remembered for `joining`.
+    """Wraps `PreTrainedModel.prepare_distribute_model` to record its calls for `joining`.
+
+    The wrapped function creates the process group and the meshes of a load.
     """
 
     @functools.wraps(original)
@@ -78,8 +77,9 @@ def noting_meshes(original: Callable) -> Callable:
 
 
 def joining(kwargs: Mapping[str, Any]) -> Callable[[], None]:
-    """Begins a load with these arguments; gives what makes its meshes on a rank that failed before
-    transformers made them.
+    """Starts a load with these arguments, and returns a function for a rank that fails early.
+
+    The function creates the meshes if transformers has not created them.
     """
     _has_meshes.set(False)
 
@@ -98,7 +98,7 @@ def joining(kwargs: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
-    """Refuses what cannot go together with tensor parallelism, before anything is opened.
+    """Checks for options that tensor parallelism excludes, before anything is opened.
 
     Raises:
         SetupError: Names the argument.
@@ -109,10 +109,10 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     plan = kwargs.get("tp_plan")
     if plan is not None and plan != "auto" and not isinstance(plan, dict):
         raise SetupError(
-            "from_pretrained(tp_plan=…) was given no plan. Nothing was loaded.",
+            "from_pretrained(tp_plan=…) requires a plan. Nothing was loaded.",
             expected='"auto", or {layer: style}',
             found=repr(plan)[:80],
-            fix='pass "auto"',
+            fix='Pass "auto".',
         )
     config = kwargs.get("distributed_config")
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
@@ -120,28 +120,28 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     problems = {
         f"{', '.join(others)} of distributed_config": (
             bool(others),
-            "set tp_size alone; hfq cuts packed layers along no other axis",
+            "Set only tp_size. hfq cuts quantized layers along no other axis.",
         ),
         "enable_expert_parallel": (
             bool(get("enable_expert_parallel")),
-            "leave it out; experts are cut like other layers",
+            "Leave it out. hfq cuts experts in the same way as other layers.",
         ),
-        "device_map": (kwargs.get("device_map") is not None, f"leave one of device_map and {asked} out"),
-        "an active ZeRO-3 config": (is_zero3(), f"leave {asked} out: ZeRO-3 shards the model itself"),
+        "device_map": (kwargs.get("device_map") is not None, f"Leave out device_map or {asked}."),
+        "an active ZeRO-3 config": (is_zero3(), f"Leave {asked} out. ZeRO-3 shards the model itself."),
         f'HfqConfig(cpu_memory="{cpu_memory}")': (
             cpu_memory in ("mmap", "shared"),
-            'pass cpu_memory="auto": each rank reads its slices into its own memory',
+            'Pass cpu_memory="auto". Each rank reads its slices into its own memory.',
         ),
         "transformers without transformers.distributed": (
             not _knows_ranks(),
-            "pip install 'transformers>=5.23'",
+            "Run pip install 'transformers>=5.23'",
         ),
     }
     raise_first(
         SetupError(
             f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}. Nothing was loaded.",
             found=what,
-            expected="tensor parallelism alone",
+            expected="only tensor parallelism",
             fix=fix,
         )
         for what, (is_so, fix) in problems.items()
@@ -150,7 +150,7 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
 
 
 def check_alone() -> None:
-    """Checks that a tensor parallel load is not under ZeRO-3 as well.
+    """Checks that ZeRO-3 is not active in a tensor-parallel load.
 
     Raises:
         SetupError: A DeepSpeed config of stage 3 is active.
@@ -160,13 +160,14 @@ def check_alone() -> None:
             "Tensor parallelism cannot be used while a ZeRO-3 config is active. Nothing was loaded.",
             expected="tensor parallelism or ZeRO-3",
             found="both",
-            fix="leave tp_plan out: ZeRO-3 shards the model itself",
+            fix="Leave tp_plan out. ZeRO-3 shards the model itself.",
         )
 
 
 def _knows_ranks() -> bool:
-    """transformers 5.23 keeps its meshes in `transformers.distributed`; how older versions did it is not
-    supported.
+    """Returns True if transformers has the meshes of version 5.23, in `transformers.distributed`.
+
+    hfq does not support those of older versions.
     """
     try:
         from transformers.distributed import mixin
@@ -176,34 +177,31 @@ def _knows_ranks() -> bool:
 
 
 def tensor_parallel_size(model: Any) -> int:
-    """How many ranks share the model that is being loaded; 1 where none do."""
-    config = getattr(
-        model.config, "distributed_config", None
-    )  # an object while a load sets it, a dict when read from a file
+    """Returns the number of ranks that share the model being loaded; 1 if none do."""
+    # an object while a load sets it, a dict when read from a file
+    config = getattr(model.config, "distributed_config", None)
     size = getattr(config, "tp_size", None)
     if size == 1:
-        logger.warning(
-            "hfq: tp_plan was asked for with one rank: the model is loaded whole (start it with torchrun)"
-        )
+        logger.warning("hfq: tp_plan has no effect with one rank; start several ranks with torchrun")
     return size if isinstance(size, int) else 1
 
 
 def passed_rules(model: Any) -> dict[str, str]:
-    """The rules that the user adds to the model's own plan."""
+    """Returns the rules that the user adds to the model's own plan."""
     passed = getattr(model.config.distributed_config, "tp_plan", None)
     return passed if isinstance(passed, dict) else {}
 
 
 def generic(name: str) -> str:
-    """A name as rules speak of it: with `*` for the numbers of layers."""
+    """Returns a name as rules write it, with `*` for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSlice]:
-    """The slice that a rank holds of each packed layer that is cut, by the layer's name in the model.
+    """Returns a rank's slice of each quantized layer that is cut, by the name of the layer.
 
     Raises:
-        PlacementError: A rule asks for a cut that hfq cannot make; names the layer and the rule.
+        PlacementError: A rule requires a cut that hfq cannot make; names the layer and the rule.
     """
     model, found = loading.model, {}
     plan = {**model.tp_plan, **passed_rules(model)}
@@ -220,7 +218,7 @@ def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSli
         _check_heads(name, plan.get(generic(name)), model.config.get_text_config(decoder=True), world)
         size = target.out_features if axis == "out" else target.in_features
         part = rank_slice(axis, size, rank, world)
-        if part is None or rank_slice(axis, size, world - 1, world) is None:  # on all ranks alike
+        if part is None or rank_slice(axis, size, world - 1, world) is None:  # fails on all ranks or none
             raise _uncuttable(name, f"{size} {axis}put features", f"at least one for each of {world} ranks")
         if axis == "in" and isinstance(module, QuantizedLinear):
             _check_scheme(module, part)
@@ -235,16 +233,18 @@ def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | N
         return None
     if style not in _AXES or isinstance(module, QuantizedEmbedding) or owner != name:
         quantized = {"weight": "weight alone", "half": "half of it"}.get(kind, type(module).__name__)
-        what = f"tp_plan's {style!r} for a packed {quantized}"
+        what = f"tp_plan's {style!r} for a quantized {quantized}"
         raise _uncuttable(
-            owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}"
+            owner, what, f"a quantized linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}"
         )
     return _AXES[style]
 
 
 def _expert_axis(name: str, plan: Mapping[str, str], match: CheckpointMatch) -> str | None:
-    """Gate and up projections are cut along the output, down projections along the input; the sum is that of
-    the experts.
+    """Returns the axis that the projections of an expert are cut along, or None.
+
+    Gate and up projections are cut along the output, and down projections along the input. The experts module
+    sums up the partial results.
     """
     experts, projection = name.rpartition(".")[0].rpartition(".")[0], name.rpartition(".")[2]
     styles = {local: plan.get(generic(f"{experts}.{local}")) for local in _EXPERTS}
@@ -257,9 +257,9 @@ def _expert_axis(name: str, plan: Mapping[str, str], match: CheckpointMatch) -> 
             if projection == "gate_up_proj"
             else f"tp_plan's {styles}"
         )
-        raise _uncuttable(name, what, f"projections stored one by one, and {_EXPERTS} with 'moe_tp_experts'")
+        raise _uncuttable(name, what, f"separately stored projections, and {_EXPERTS} with 'moe_tp_experts'")
     if match.experts[experts].is_halved:
-        raise _uncuttable(name, "halves of gate and up channels that alternate", "gate and up channels apart")
+        raise _uncuttable(name, "interleaved gate and up channels", "separate gate and up channels")
     return "in" if projection == "down_proj" else "out"
 
 
@@ -271,34 +271,37 @@ def _check_rules(plan: Mapping[str, str], loading: LoadState) -> None:
 
 
 def _check_heads(name: str, style: str | None, config: Any, world: int) -> None:
-    """A rank must hold whole heads, since attention reshapes what it is given."""
+    """Checks that each rank holds whole heads, since attention reshapes its inputs by heads."""
     heads = getattr(config, _HEADS.get(name.rpartition(".")[2], ""), None)
     if style == "colwise" and isinstance(heads, int) and heads % world:
         raise _uncuttable(name, f"{heads} heads", f"a multiple of {world} ranks")
 
 
 def _check_scheme(module: QuantizedLinear, part: LayerSlice) -> None:
-    """A scale taken from a whole token cannot be taken from a slice of it."""
+    """Checks that activation scales can be computed from a slice of the input.
+
+    A scale of a whole token cannot.
+    """
     scheme = module.scheme
     is_local = scheme is None or scheme.scale_name is not None
     if scheme is not None and scheme.strategy == "group":
         is_local = part.is_aligned(scheme.group_size or part.size)
     if not is_local:
         raise SetupError(
-            "HfqConfig(quantize_activations=True) cannot be used with a layer whose input is cut. Nothing "
+            "HfqConfig(quantize_activations=True) does not support layers whose input is cut. Nothing "
             "was loaded.",
             tensor=module.name,
-            expected="static scales, or groups that are not cut",
+            expected="static scales, or uncut groups",
             found=f"scales for each {scheme.strategy}",  # type: ignore[union-attr]
-            fix="pass HfqConfig(quantize_activations=False)",
+            fix="Pass HfqConfig(quantize_activations=False).",
         )
 
 
 def _uncuttable(name: str, found: str, expected: str) -> PlacementError:
     return PlacementError(
-        "A packed layer cannot be cut as tp_plan asks. Nothing was loaded.",
+        "hfq cannot cut a quantized layer in the way that tp_plan requires. Nothing was loaded.",
         tensor=name,
         found=found,
         expected=expected,
-        fix="use another tp_size or tp_plan, or device_map in its place",
+        fix="Use another tp_size or tp_plan, or use device_map instead.",
     )

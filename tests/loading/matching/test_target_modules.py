@@ -146,7 +146,7 @@ def test_a_half_that_is_missing_and_a_whole_beside_its_halves_are_refused(tmp_pa
     with pytest.raises(FormatError, match=rf"(?s){FUSED}\.up_proj: missing"):
         load(save(tmp_path / "half", "phi3", half))
     whole = {f"{FUSED}.{key}": value for key, value in GPTQ.quantize(torch.ones(192, 64)).items()}
-    with pytest.raises(FormatError, match=rf"{FUSED}: unexpected beside its halves"):
+    with pytest.raises(FormatError, match=rf"{FUSED}: unexpected next to its halves"):
         load(save(tmp_path / "whole", "phi3", tensors | whole))
     with pytest.raises(FormatError, match=rf"(?s){FUSED}\.weight: stored a second time"):
         load(save(tmp_path / "dense", "phi3", {f"{FUSED}.weight": torch.ones(192, 64)} | tensors))
