@@ -1,1 +1,1 @@
-"""The only place that touches the internals of transformers, accelerate, DeepSpeed and their like."""
+"""Access to internals of transformers, accelerate, DeepSpeed, and similar libraries."""

@@ -1,4 +1,4 @@
-"""What a loaded model was predicted to take, beside what it took."""
+"""Predicted and measured speed of a loaded model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """Predicted and achieved seconds of a load and of a step of one token.
+    """Predicted and measured seconds of a load and of a step of one token.
 
     Attributes:
-        load_predicted_seconds: Of a load that brings in what this one had to bring in.
-        load_achieved_seconds: From the skeleton to the placed model.
-        step_predicted_seconds: Of one token, with a short context; None where no rate of it is known.
-        step_achieved_seconds: The median of three; None where it was not measured.
-        dominant: What decides the predicted step.
-        source: Where the rates come from: `measured` by `hfq profile-machine`, or the limits of standards.
+        load_predicted_seconds: Seconds of a load that reads the same bytes as this load.
+        load_achieved_seconds: Seconds from the meta model to the placed model.
+        step_predicted_seconds: Seconds of one token with a short context; None if a rate is unknown.
+        step_achieved_seconds: Median of three measurements in seconds; None if not measured.
+        dominant: Term that takes most of the predicted step.
+        source: Origin of the rates: `measured` by `hfq profile-machine`, or limits from hardware standards.
     """
 
     load_predicted_seconds: float
@@ -64,15 +64,16 @@ class SpeedReport:
 def report_speed(
     loading: ModelLoader, measure: bool = False, profile: Profile | None = None
 ) -> SpeedReport | None:
-    """What was predicted, and what was achieved; None for a model whose ranks hold parts of it.
+    """Returns predicted and measured seconds; None for a model that ranks share.
 
     Args:
         loading: The load of the model.
-        measure: Also run the model on one token, three times.
-        profile: The machine's rates; None for what `hfq profile-machine` wrote, or the limits of standards.
+        measure: True also runs the model on one token, three times.
+        profile: Rates of the machine. None reads the machine profile of `hfq profile-machine`, or uses limits
+            from hardware standards.
 
     Raises:
-        SetupError: The profile cannot be read.
+        SetupError: The machine profile cannot be read.
     """
     if type(loading) is not ModelLoader or loading.load_seconds is None:
         return None
@@ -94,7 +95,7 @@ def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context:
 
     Args:
         loading: The load of the model.
-        profile: The machine's rates.
+        profile: Rates of the machine.
         rows: Number of tokens that the forward pass computes.
         context: Number of tokens in the KV cache; 0 for a cache that is too small to count.
     """
@@ -107,7 +108,7 @@ def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context:
 
 
 def _work(loading: ModelLoader) -> Work:
-    """The work of one token of a loaded model, and of its load."""
+    """Returns the work of one token of a loaded model, and of its load."""
     model = loading.model
     offloader = loading.offloader
     read = loading.read_report
@@ -136,7 +137,7 @@ def _work(loading: ModelLoader) -> Work:
 
 
 def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:
-    """The parts of a loaded model; none where nothing of it is streamed."""
+    """Returns the stages of a loaded model; empty if nothing is offloaded."""
     if loading.offloader is None:
         return ()
     units = loading.gather_units()
@@ -145,19 +146,19 @@ def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:
 
 
 def _home_of(unit: str, devices: Mapping[str, str]) -> str | None:
-    """The home of the tensors of a unit, which have one in common."""
+    """Returns the device that the tensors of a unit share."""
     return next(
         (device for name, device in devices.items() if name == unit or name.startswith(f"{unit}.")), None
     )
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model takes tokens and nothing else."""
+    """Returns True if token ids are the only input that a model requires."""
     return not model.config.is_encoder_decoder and getattr(model, "main_input_name", "") == "input_ids"
 
 
 def _time_step(loading: ModelLoader) -> float | None:
-    """Seconds of a forward of one token; None for a model that takes more than tokens."""
+    """Returns the seconds of a forward pass of one token; None if a model requires more inputs."""
     model = loading.model
     if not takes_tokens(model):
         return None

@@ -1,6 +1,4 @@
-"""`hfq.report`: where a model's bytes rest, what moves for a forward, and how near that comes to the
-machine's limit.
-"""
+"""Report on a loaded model: devices, offloading, and speed."""
 
 from __future__ import annotations
 
@@ -29,8 +27,12 @@ __all__ = ["DeviceReport", "OutlierReport", "Report", "OffloadReport", "report"]
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One home: the bytes that rest in it, and those of them that a forward of all modules moves to where
-    they compute.
+    """Bytes on one device, and the bytes of them that a forward pass onloads.
+
+    Attributes:
+        device: Name of the device.
+        nbytes: Bytes on the device.
+        onloaded_nbytes: Bytes that a forward pass of all modules copies to the execution device.
     """
 
     device: str
@@ -40,27 +42,27 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What streaming did so far.
+    """Activity of the offloader so far.
 
     Attributes:
-        mode: How blocks are read: `direct` or `buffered`.
-        units: The streamed blocks.
-        pass_nbytes: What one pass over all of them reads. Embeddings are read by row and experts when they
-            are routed to: neither is counted here.
-        buffer_nbytes: The memory that blocks are brought to.
-        huge_page_nbytes: How much of it is in huge pages; None where the system does not tell.
-        passes: Completed forwards of the whole model.
-        unit_forwards: Forwards of blocks.
-        prefetch_misses: How often another block came than was expected.
-        buffer_overflows: How often a block had no room in the ring.
-        nbytes_read: The bytes of blocks read so far.
-        read_seconds: The time during which reader threads were busy.
-        stall_seconds: The time during which forwards waited for a block.
-        disk_bandwidth: Bytes per second that the disk gives, where it was measured.
-        expert_hits: Routed experts that were kept.
-        expert_misses: Routed experts that were read.
-        expert_nbytes: The bytes of experts that are kept.
-        expert_cache_nbytes: The most that may be kept.
+        mode: Read mode, `direct` or `buffered`.
+        units: Number of offloaded units.
+        pass_nbytes: Bytes that one pass over all units reads. It leaves out embeddings, which are read by
+            row, and experts, which are read when they are routed to.
+        buffer_nbytes: Size of the offload buffer.
+        huge_page_nbytes: Bytes of it in huge pages; None if the system does not tell.
+        passes: Completed forward passes of the whole model.
+        unit_forwards: Forward passes of units.
+        prefetch_misses: Number of times that another unit ran than the prefetched one.
+        buffer_overflows: Number of times that a unit did not fit in the offload buffer.
+        nbytes_read: Bytes of units read so far.
+        read_seconds: Seconds during which reader threads were busy.
+        stall_seconds: Seconds during which forward passes waited for a unit.
+        disk_bandwidth: Measured bytes per second of the disk; None if not measured.
+        expert_hits: Number of routed experts that were in the cache.
+        expert_misses: Number of routed experts that were read.
+        expert_nbytes: Bytes of experts in the cache.
+        expert_cache_nbytes: Size limit of the cache in bytes.
     """
 
     mode: str
@@ -83,12 +85,12 @@ class OffloadReport:
 
     @property
     def read_bandwidth(self) -> float | None:
-        """Bytes per second while reader threads were busy."""
+        """Bytes per second while reader threads were busy; None if nothing was read."""
         return self.nbytes_read / self.read_seconds if self.nbytes_read and self.read_seconds else None
 
     @property
     def share_of_disk_bandwidth(self) -> float | None:
-        """The rate over the measured limit."""
+        """Fraction of the disk bandwidth that reads achieved; None if not measured."""
         return (
             self.read_bandwidth / self.disk_bandwidth if self.read_bandwidth and self.disk_bandwidth else None
         )
@@ -96,8 +98,11 @@ class OffloadReport:
 
 @dataclass(frozen=True)
 class OutlierReport:
-    """LLM.int8() so far: the input channels that were left as they are, and all input channels, summed over
-    layers and calls.
+    """Input channels of LLM.int8() so far, summed over layers and calls.
+
+    Attributes:
+        outliers: Input channels that were left unquantized.
+        channels: All input channels.
     """
 
     outliers: int
@@ -105,16 +110,15 @@ class OutlierReport:
 
     @property
     def share(self) -> float:
-        """The outliers' share of the channels."""
+        """Fraction of the channels that were outliers."""
         return self.outliers / self.channels if self.channels else 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Displayed):
-    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers, and what
-    happened when.
+    """Devices, offloading, speed, LLM.int8() outliers, and timeline of a model.
 
-    `print` it, take `to_dict`, or `save` it for `hfq plot`, which draws it.
+    Print it, convert it with `to_dict`, or `save` it for `hfq plot`.
     """
 
     devices: tuple[DeviceReport, ...]
@@ -126,7 +130,7 @@ class Report(Displayed):
     timeline: Timeline | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
+        """Returns the report as JSON-ready data."""
         offload = None
         if self.offload is not None:
             offload = asdict(self.offload) | {
@@ -157,7 +161,7 @@ class Report(Displayed):
 
     def __str__(self) -> str:
         lines = [
-            f"{device.device}: {device.nbytes:,} B, {device.onloaded_nbytes:,} B moved a forward"
+            f"{device.device}: {device.nbytes:,} B, {device.onloaded_nbytes:,} B onloaded per forward pass"
             for device in self.devices
         ]
         if self.outliers is not None:
@@ -168,21 +172,21 @@ class Report(Displayed):
             )
         speed = [] if self.speed is None else [str(self.speed)]
         if self.offload is None:
-            return "\n".join([*lines, "nothing is streamed", *speed])
+            return "\n".join([*lines, "nothing is offloaded", *speed])
         return "\n".join([*lines, *_stream_lines(self.offload), *speed])
 
 
 def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = None) -> Report:
-    """Says where a model's bytes rest and how its streaming fares.
+    """Returns a report on a model: devices of its weights, offloading, and speed.
 
     Args:
         model: A model that hfq loaded.
-        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page
-            cache, and how long one token takes, and record one such forward where no timeline is given.
-        timeline: What `hfq.timeline` recorded.
+        measure: True also measures the disk bandwidth and the seconds of one token. It reads at most 1 GiB of
+            offloaded weights past the page cache. It also records one forward pass if no timeline is given.
+        timeline: Recording of `hfq.timeline`; None for no recording.
 
     Raises:
-        SetupError: hfq did not load the model, or the profile of `hfq profile-machine` cannot be read.
+        SetupError: hfq did not load the model, or the machine profile cannot be read.
     """
     loading = loader_of(model)
     speed = report_speed(loading, measure)
@@ -255,12 +259,12 @@ def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
 def _stream_lines(offload: OffloadReport) -> list[str]:
     huge = "" if offload.huge_page_nbytes is None else f" ({offload.huge_page_nbytes:,} B in huge pages)"
     lines = [
-        f"{offload.units} streamed blocks: {offload.pass_nbytes:,} B a pass through a ring of "
+        f"{offload.units} offloaded units: {offload.pass_nbytes:,} B per pass, offload buffer of "
         f"{offload.buffer_nbytes:,} B{huge}, "
         f"{offload.mode} reads",
-        f"{offload.passes} passes, {offload.unit_forwards} visits, {offload.prefetch_misses} mispredicts, "
-        f"{offload.buffer_overflows} without room, "
-        f"{offload.stall_seconds:.3f} s waited",
+        f"{offload.passes} passes, {offload.unit_forwards} unit forwards, {offload.prefetch_misses} prefetch misses, "
+        f"{offload.buffer_overflows} buffer overflows, "
+        f"{offload.stall_seconds:.3f} s stalled",
     ]
     if offload.read_bandwidth is not None:
         share = (
@@ -274,7 +278,7 @@ def _stream_lines(offload: OffloadReport) -> list[str]:
         )
     if offload.expert_hits + offload.expert_misses:
         lines.append(
-            f"experts: {offload.expert_hits} kept, {offload.expert_misses} read; {offload.expert_nbytes:,} "
+            f"experts: {offload.expert_hits} cached, {offload.expert_misses} read; {offload.expert_nbytes:,} "
             f"of "
             f"{offload.expert_cache_nbytes:,} B in use"
         )

@@ -1,6 +1,4 @@
-"""Layer-major runs: every block that rests elsewhere is brought to its device once for all batches, not once
-for each.
-"""
+"""Layer-major runs of several batches, which onload each unit once for all of them."""
 
 from __future__ import annotations
 
@@ -27,38 +25,38 @@ def run_batches(
 ) -> list[Any]:
     """Runs a model on several batches, layer by layer instead of batch by batch.
 
-    Each batch runs in a thread of its own, on its own inputs, caches and masks, and waits at the border of
-    every block that is streamed; only one of them computes at any time. The results are those of separate
-    calls, bit for bit, and every block is read once for each step of all batches. Where nothing is streamed
-    the batches simply run one after another.
+    Each batch runs in its own thread, with its own inputs, caches, and masks. It waits at the boundary of
+    every offloaded unit, and only one batch computes at a time. The results are bit-identical to those of
+    separate calls, and each unit is read once per step of all batches. If nothing is offloaded, the batches
+    run one after another.
 
         outputs = hfq.run_batches(model, batches)  # prefill, scoring
         tokens = hfq.run_batches(model, batches, lambda batch: model.generate(**batch, do_sample=False))
 
     Args:
         model: A model that hfq loaded.
-        batches: The inputs of each call: keyword arguments as a dict, or token ids [batch, length].
-        fn: What is done with one batch; it may call the model several times. By default one forward. Return
-            no more than what is needed: the results of all batches are kept. Sampling draws from one random
-            generator for all batches.
-        max_concurrent: How many batches run together, which bounds their activations and caches; all of them
-            by default.
+        batches: Inputs of each call: keyword arguments as a dict, or token ids [batch, length].
+        fn: Function of one batch, which may call the model several times. None runs one forward pass. All
+            results are kept, so return only the data that you need. Sampling uses one random generator for
+            all batches.
+        max_concurrent: Number of batches that run together, which limits their activations and caches. None
+            runs all of them together.
 
     Returns:
         The results, in the order of the batches.
 
     Raises:
-        SetupError: hfq did not load the model, or `max_concurrent` is not a positive number.
-        Exception: Whatever the first batch that failed raised; the others are given up.
+        SetupError: hfq did not load the model, or `max_concurrent` is not a positive int.
+        Exception: The error of the first batch that failed; the other batches are stopped.
     """
     if max_concurrent is not None and (
         not isinstance(max_concurrent, int) or isinstance(max_concurrent, bool) or max_concurrent < 1
     ):
         raise SetupError(
-            "run_batches(max_concurrent=…) wants a number of batches.",
+            "run_batches(max_concurrent=…) requires a number of batches.",
             expected="a positive int, or None",
             found=repr(max_concurrent),
-            fix="leave it out to run all batches together",
+            fix="Pass a positive int, or leave it out to run all batches together.",
         )
     batches, call = list(batches), fn or functools.partial(_forward, model)
     offloader = loader_of(model).offloader
@@ -79,8 +77,8 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return model(batch)
     raise SetupError(
-        "run_batches was given a batch that is neither a dict nor a tensor.",
+        "run_batches() requires dicts or tensors as batches.",
         expected="keyword arguments, or token ids",
         found=type(batch).__name__,
-        fix="pass fn= to say what is done with a batch",
+        fix="Pass fn=, a function that runs the model on one batch.",
     )

@@ -1,4 +1,4 @@
-"""`hfq.timeline`: what is read, copied, waited for and computed, and when, while a model runs."""
+"""Timeline of reads, copies, waits, and computation while a model runs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["Timeline", "measure_timeline", "timeline"]
 
 @dataclass
 class Timeline:
-    """What happened during a recording; empty until it ends.
+    """Recording of a model; empty until the recording ends.
 
     Attributes:
-        spans: What took how long, by its start; times in seconds since the recording began.
-        units: The names of the streamed blocks, in the order of the model.
+        spans: Intervals sorted by start, in seconds since the recording began.
+        units: Names of the offloaded units, in model order.
     """
 
     spans: list[Span] = field(default_factory=list)
     units: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """The timeline as JSON-ready data."""
+        """Returns the timeline as JSON-ready data."""
         return {"units": list(self.units), "spans": [asdict(span) for span in self.spans]}
 
     def save_trace(self, path: str | os.PathLike) -> None:
@@ -50,14 +50,15 @@ class Timeline:
 
 @contextlib.contextmanager
 def timeline(model: nn.Module) -> Iterator[Timeline]:
-    """Records what a model that hfq loaded does meanwhile; outside of this nothing is recorded, and costs
-    nothing.
+    """Records a model that hfq loaded, inside a `with` statement.
+
+    Nothing is recorded outside of it.
 
         with hfq.timeline(model) as timeline:
-            model(tokens)
+        model(tokens)
         hfq.report(model, timeline=timeline).save("run.json")
 
-    Embeddings that are read by row are parts that are not streamed; their reads are not recorded.
+    Embeddings that are read by row appear as modules that are not offloaded. Their reads are not recorded.
 
     Raises:
         SetupError: hfq did not load the model, or it is being recorded already.
@@ -70,8 +71,9 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
 
 
 def measure_timeline(loading: ModelLoader) -> Timeline | None:
-    """One forward of one token, the model having run before; None for a model that takes more, or whose ranks
-    hold parts of it.
+    """Records one forward pass of one token, after a first pass that is not recorded.
+
+    Returns None for a model that requires more inputs, or that ranks share.
     """
     model = loading.model
     if type(loading) is not ModelLoader or not takes_tokens(model):
@@ -96,7 +98,7 @@ def _recorder(loading: ModelLoader) -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def _hooked(loading: ModelLoader, recorder: Recorder) -> Iterator[None]:
-    """Notes forwards of the whole model, and of the parts of it that are not streamed."""
+    """Records forward passes of the whole model, and of modules that are not offloaded."""
     handles = [*_noted(loading.model, functools.partial(recorder.note_computed, "pass", ""), recorder)]
     streamed = set() if loading.offloader is None else {unit.module for unit in loading.offloader.units}
     try:
@@ -123,9 +125,7 @@ def _noted(module: nn.Module, note: Callable[[Any], None], recorder: Recorder) -
 
 
 def _units(name: str, module: nn.Module, whole: set[str]) -> Iterable[tuple[str, nn.Module]]:
-    """The parts of a model that `units.find_offload_units` would make blocks of, were they offloaded: decoder
-    layers and leaves.
-    """
+    """Yields the modules that `find_offload_units` would use as units: decoder layers and leaves."""
     children = list(module.named_children())
     if type(module).__name__ in whole or not children:
         if next(module.parameters(), None) is not None:

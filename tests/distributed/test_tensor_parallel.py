@@ -280,7 +280,7 @@ def test_a_rank_that_fails_before_it_has_met_the_others_ends_all_and_is_named(re
     """
     for case, cause in {
         "not there": "nowhere",
-        "other head": "A packed layer cannot be cut as tp_plan asks",
+        "other head": "hfq cannot cut a quantized layer in the way that tp_plan requires",
     }.items():
         first, second = (found[case]["text"] for found in results)
         assert "Another rank of this run failed. Nothing was loaded." in first

@@ -1,4 +1,4 @@
-"""The four kinds of load, and which of them exclude each other."""
+"""Kinds of load, and the combinations that are not possible."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LoadKind:
     """One kind of load.
 
     Attributes:
-        name: Its name in this table.
-        loader: The class that carries it out.
-        is_requested: Returns True if a config, a model and the environment ask for it.
-        check: Raises a `SetupError` if this load cannot be of this kind.
-        excludes: The kinds that it cannot be combined with; `check` refuses each.
+        name: Name of the kind.
+        loader: Class that loads the model.
+        is_requested: Returns True if a config, a model, and the environment request this kind.
+        check: Raises a `SetupError` if the load cannot be of this kind.
+        excludes: Kinds that it cannot be combined with; `check` raises an error for each.
     """
 
     name: str
@@ -68,15 +68,15 @@ LOAD_KINDS = (
     ),
     LoadKind("device map", ModelLoader, lambda config, model: True, _no_check, excludes=()),
 )
-"""The kinds of load; the last one is what remains when no other is requested."""
+"""Kinds of load; the last one applies if no other is requested."""
 
 
 def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[ModelLoader]:
-    """Returns the loader of the one kind that is requested.
+    """Returns the loader of the requested kind.
 
     Args:
-        config: The user's config.
-        model: The model on the meta device.
+        config: Config of the user.
+        model: The meta model.
 
     Raises:
         SetupError: Two kinds that exclude each other are requested.
@@ -88,9 +88,9 @@ def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[ModelLoader
     for other in requested[1:]:
         if other.name in chosen.excludes:
             raise SetupError(
-                f"A load cannot be of two kinds, {chosen.name} and {other.name}. Nothing was loaded.",
+                f"hfq does not combine {chosen.name} and {other.name}. Nothing was loaded.",
                 expected="one of them",
                 found="both",
-                fix=f"leave out what asks for {other.name}",
+                fix=f"Leave out the options for {other.name}.",
             )
     return chosen.loader

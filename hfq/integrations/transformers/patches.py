@@ -1,31 +1,27 @@
-"""Every patch of another project, each with the upstream line it answers. All act only on models of an
-`HfqConfig`.
+"""Patches of transformers, each with the upstream code that requires it.
 
-Tested with transformers 5.17.0 and 5.23.0.
+All patches act only on models with an `HfqConfig`. Tested with transformers 5.17.0 and 5.23.0.
 
-1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream refuses a config of another class than the
+1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream rejects a config of another class than the
    checkpoint's ("The model is quantized with X but you are passing a HfqConfig config",
-   `merge_quantization_configs`), and skips methods it does not know with a warning. hfq takes the
-   checkpoint's config as its `source` instead. `hfq.pretrained_config` needs no patch.
-2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before
-   any quantizer is asked, so that a wrong path, a damaged shard or an impossible size surfaces as an error of
-   another library, or as the end of the process. hfq validates a local folder first, and refuses by name the
-   arguments it does not support. Loads wait for each other: upstream swaps class attributes while it builds a
-   model (`init.no_tie_weights`), which two threads at once leave swapped for good, so that later models are
-   not tied.
-3. `modeling_utils._get_resolved_checkpoint_files`. Where a model comes from the hub its files are known only
-   here, before the model is built: they are validated as those of a local folder.
-4. `PreTrainedModel.device`, of a streamed model alone. Upstream answers with the device of the first
-   parameter, which is `meta` for one that rests on disk, so that `inputs.to(model.device)` fails.
-5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which
-   files are written: the side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost,
-   and a config.json that named no quantization would name one.
-6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel
-   load before anything is opened. A rank that fails must take part before it can tell the others why, and hfq
-   has to know whether it has.
-7. `PreTrainedModel.num_parameters` and `get_memory_footprint`, of models that hfq loaded. Upstream counts
-   the elements of stored tensors, and tied weights twice where they are on the meta device, so that the
-   result depends on the placement.
+   `merge_quantization_configs`), and skips unknown methods with a warning. hfq uses the checkpoint's config
+   as its source instead. `hfq.pretrained_config` needs no patch.
+2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before it
+   calls a quantizer. A wrong path, a damaged shard, or an impossible size then appears as an error of another
+   library, or ends the process. hfq validates a local folder first, and raises an error for unsupported
+   arguments. Loads wait for each other, because upstream replaces class attributes while it builds a model
+   (`init.no_tie_weights`). Two simultaneous loads would leave them replaced, and later models would not be
+   tied.
+3. `modeling_utils._get_resolved_checkpoint_files`. The files of a model on the Hub are known only here,
+   before the model is built. hfq validates them in the same way as a local folder.
+4. `PreTrainedModel.device`, only of offloaded models. Upstream returns the device of the first parameter. For
+   a parameter on disk this is `meta`, and `inputs.to(model.device)` fails.
+5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream does not let a quantizer choose the
+   files to write. Side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost. A
+   config.json without a quantization would get one.
+6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) creates the meshes of a tensor-parallel
+   load before anything is opened. A rank that fails must join this before it can report its error to the
+   others, so hfq records the call.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ _one_load = threading.RLock()
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Patches 1, 3, 5 and 7, and patch 2 for model classes."""
+    """Applies patches 1, 3, 5, and 6, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
@@ -71,8 +67,9 @@ def patch_modeling_utils(module: Any) -> None:
 
 
 def patch_auto_factory(module: Any) -> None:
-    """Patch 2 for the auto classes: those to come copy the base's method, those that are there have copied
-    it.
+    """Applies patch 2 to the auto classes.
+
+    Existing auto classes have copied the method of the base; future ones will copy the patched one.
     """
     owners = [module._BaseAutoModelClass]
     for owner in owners:
@@ -125,11 +122,11 @@ def _completing(original: Callable) -> Callable:
             return original(self, save_directory, *args, **kwargs)
         if kwargs.get("distributed_checkpoint"):
             raise SetupError(
-                "save_pretrained(distributed_checkpoint=True) cannot write packed layers. Nothing was saved.",
+                "save_pretrained(distributed_checkpoint=True) cannot write quantized layers. Nothing was saved.",
                 file=save_directory,
                 expected="distributed_checkpoint=False",
                 found="True",
-                fix="leave it out: rank 0 writes the whole model, packed",
+                fix="Leave it out. Rank 0 then writes the whole quantized model.",
             )
         with loading.saved_like_source(
             self, save_directory, kwargs.get("is_main_process", True)
@@ -146,9 +143,7 @@ def _as_hfq(config: Any) -> HfqConfig | None:
 
 
 def _take_source(config: Any) -> dict | None:
-    """Removes the checkpoint's own quantization_config from a model config (a private copy), and returns
-    it.
-    """
+    """Removes the checkpoint's quantization_config from a private model config; returns it."""
     for owner in (config, config.get_text_config(decoder=True)):
         stored = getattr(owner, "quantization_config", None)
         if stored is not None:
@@ -161,7 +156,10 @@ def _take_source(config: Any) -> dict | None:
 
 
 def _new_lock() -> None:
-    """A child of a fork must not wait for a load that only its parent runs."""
+    """Creates a new lock in the child of a fork.
+
+    Otherwise the child would wait for a load that only its parent runs.
+    """
     global _one_load
     _one_load = threading.RLock()
 
@@ -205,7 +203,7 @@ def _guard(owner: type) -> None:
 
 
 def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
-    """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
+    """Runs one load with hfq: checks first, no other load at the same time, one kind of error."""
     check_arguments(kwargs)
     check_distributed(kwargs, chosen.cpu_memory)
     if chosen.recipe is not None:
@@ -230,11 +228,11 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         if checkpoint is not None:
             raise _failed(path, error) from error
         raise CheckpointError(
-            "The model could not be found.",
+            "transformers did not find the model. Nothing was loaded.",
             file=path,
             found=str(error).partition("\n")[0],
-            expected="a local folder, or a model of the hub that is online or cached",
-            fix=f"check the name; on a machine that is online: hf download {path}",
+            expected="a local folder, or a Hub id that is online or cached",
+            fix=f"Check the name, or run on a machine with a network: hf download {path}",
         ) from error
     except Exception as error:
         raise _failed(path, error) from error
@@ -242,11 +240,12 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
 
 def _failed(path: Any, error: Exception) -> SetupError:
     return SetupError(
-        "transformers could not load this checkpoint; no model was returned.",
+        "transformers cannot load this checkpoint. Nothing was loaded.",
         file=path,
         found=f"{type(error).__name__}: {error}",
         expected="a config and arguments that transformers accepts",
-        fix="read the cause above: most often a wrong value in config.json, or an argument of a wrong type",
+        fix="Read the error under found. Most often, config.json has a wrong value, or an argument has a wrong "
+        "type.",
     )
 
 

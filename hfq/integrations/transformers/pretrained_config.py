@@ -1,4 +1,4 @@
-"""Loading of a quantized checkpoint by public functions of transformers alone."""
+"""Loading of a quantized checkpoint with only public functions of transformers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ __all__ = ["pretrained_config"]
 def pretrained_config(
     model: str | os.PathLike, config: HfqConfig | None = None, **kwargs: Any
 ) -> PreTrainedConfig:
-    """The config of a quantized checkpoint, made to name hfq; the way to load one by public API alone.
+    """Returns the model config of a quantized checkpoint, changed to load it with hfq.
+
+    It uses only public functions of transformers:
 
         AutoModelForCausalLM.from_pretrained(path, config=hfq.pretrained_config(path))
 
     Args:
-        model: The checkpoint's folder or its name on the hub.
-        config: The options to load it with.
-        kwargs: Passed on to `AutoConfig.from_pretrained`.
+        model: Folder of the checkpoint, or its Hub id.
+        config: Options of the load; None for the defaults.
+        kwargs: Arguments for `AutoConfig.from_pretrained`.
     """
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""`HfqQuantizer`: the hooks that transformers calls during `from_pretrained`."""
+"""`HfqQuantizer`, the hooks that transformers calls during `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNLIMITED = 1 << 62
 
 
 class HfqQuantizer(HfQuantizer):
-    """The hooks of `from_pretrained`; each hands over to `hfq.loading.model_loader.ModelLoader`."""
+    """Hooks of `from_pretrained`, which call `hfq.loading.model_loader.ModelLoader`."""
 
     quantization_config: HfqConfig
 
@@ -36,10 +36,10 @@ class HfqQuantizer(HfQuantizer):
         self._max_memory: dict[int | str, int] | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Checks the user's device map; transformers calls it again with the map that it inferred.
+        """Checks the device map of the user.
 
-        The second call is the only one between the inference of an automatic map and the load of the weights,
-        so the model is placed in it.
+        transformers calls it a second time with the map that it inferred. This is the only call between the
+        inference of an automatic map and the load of the weights, so it places the model.
         """
         if isinstance(device_map, str) and device_map not in AUTOMATIC:
             check_device(device_map)
@@ -47,11 +47,11 @@ class HfqQuantizer(HfQuantizer):
             self._place_model(device_map)
 
     def _place_model(self, device_map: dict[str, Any] | None) -> None:
-        """Places every tensor, and gives transformers the map of the devices that compute.
+        """Places every tensor, and passes the map of execution devices to transformers.
 
         Args:
-            device_map: The user's map, or the one that transformers inferred. transformers keeps this dict,
-                so its entries are replaced.
+            device_map: The map of the user, or the map that transformers inferred. transformers keeps this
+                dict, so its entries are replaced.
         """
         execution_map = self.loading.place(device_map, self._max_memory)  # type: ignore[union-attr]
         if device_map is not None and execution_map is not None:
@@ -59,11 +59,11 @@ class HfqQuantizer(HfQuantizer):
             device_map.update(execution_map)
 
     def adjust_max_memory(self, max_memory: dict) -> dict:
-        """Called for an automatic device_map: keeps what each device may hold, to plan with once a map is
-        inferred.
+        """Keeps the memory limits of an automatic device map, to plan once a map is inferred.
 
-        transformers' own plan knows no ring. It is told that everything fits where it computes, so that it
-        has nothing to plan and to warn of; several accelerators without offload are left to it.
+        transformers' own plan does not count the offload buffer. It is told that the whole model fits on the
+        execution device, so that it neither plans nor warns. It plans several accelerators without offloading
+        itself.
         """
         from hfq.loading.automatic_map import computing_device
 
@@ -74,15 +74,16 @@ class HfqQuantizer(HfQuantizer):
         return {computing: _UNLIMITED}
 
     def update_device_map(self, device_map: Any) -> Any:
-        """A copy of the user's map: hfq hands transformers the devices that compute, in place of the homes
-        that rest.
+        """Returns a copy of the user's map.
+
+        hfq replaces its entries by execution devices for transformers.
         """
         return dict(device_map) if isinstance(device_map, dict) else device_map
 
     def preprocess_model(
         self, model: PreTrainedModel, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> None:
-        """Keeps the dtype, which the base class does not pass on."""
+        """Stores the dtype, which the base class does not pass on."""
         self._dtype = dtype
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
@@ -93,7 +94,7 @@ class HfqQuantizer(HfQuantizer):
         checkpoint_files: list[str] | None = None,
         **kwargs: Any,
     ) -> PreTrainedModel:
-        # imported here, since transformers imports this file while it imports itself
+        # imported here, since transformers imports this file during its own import
         from hfq.integrations.transformers.load_kinds import choose_loader
         from hfq.loading.meta_model import MetaModelReached
 
@@ -112,8 +113,9 @@ class HfqQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict | None, dict]:
-        """Every tensor that rests in memory as it is, every tensor that rests on disk as a view of the
-        checkpoint.
+        """Returns the tensors and the file metadata to save.
+
+        Tensors on disk are views of the checkpoint.
         """
         return self.loading.state_dict(model) if self.loading is not None else (None, {})
 

@@ -1,8 +1,9 @@
-"""Load of a float checkpoint that quantizes its layers, with one float weight in memory at a time.
+"""Load of a float checkpoint that quantizes one layer at a time.
 
-Once devices are chosen, each device gets a private unnamed file: in `offload_folder` for `disk`, and in
-memory for every other device. hfq reads, maps, and offloads these files in the same way as checkpoint files.
-If no module maps such a file in memory, its memory is freed after the read. An accelerator is one such case.
+At most one float weight is in memory. Once devices are chosen, each device gets a private unnamed file: in
+`offload_folder` for `disk`, and in memory for every other device. hfq reads, maps, and offloads these files
+in the same way as checkpoint files. If no module maps a file in memory, for example for an accelerator, its
+memory is freed after the read.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class QuantizingLoader(ModelLoader):
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         if config._source is not None:
             raise FormatError(
-                "quantize_weights requires a float checkpoint, but this one is quantized. Nothing was loaded.",
+                "quantize_weights requires a float checkpoint. This one is quantized. Nothing was loaded.",
                 file="config.json",
                 expected="no quantization_config",
                 found=f"quant_method={config._source.get('quant_method')!r}",

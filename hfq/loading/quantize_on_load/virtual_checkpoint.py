@@ -120,7 +120,7 @@ def plan_virtual_checkpoint(
 def lay_out_layers(
     layers: Iterable[FloatLayer], weight_format: Format, file: str
 ) -> tuple[dict[str, TensorInfo], int]:
-    """Returns the places of the quantized tensors in one file, by stored name, and the file size.
+    """Returns the places of quantized tensors in one file, by stored name, and the file size.
 
     Raises:
         FormatError: The format cannot hold a layer.

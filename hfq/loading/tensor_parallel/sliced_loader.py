@@ -1,4 +1,4 @@
-"""Tensor-parallel load: each rank reads its slice of the quantized layers that `tp_plan` cuts.
+"""Tensor-parallel load: each rank reads its slices of the quantized layers in `tp_plan`.
 
 transformers cuts the unquantized parameters itself (DTensors), and installs its hooks on quantized layers,
 too. The hooks see a layer that computes with plain local tensors (`_hf_quantized_needs_local_tp`).
@@ -219,8 +219,8 @@ class SlicedLoader(ModelLoader):
                         rank=rank,
                         expected=f"{first.get(name, {})}, as on rank 0",
                         found=f"{found.get(name, {})}",
-                        fix="Restore the checkpoint's own quantization_config. A load without tp_plan reports "
-                        "the missing entries.",
+                        fix="Restore the checkpoint's own quantization_config. A load without tp_plan names "
+                        "missing entries.",
                     )
 
     def _edit_rules(self) -> None:

@@ -1,4 +1,4 @@
-"""Arguments that request tensor parallelism, and the slice of each quantized layer on a rank.
+"""Arguments that request tensor parallelism, and slices of quantized layers on a rank.
 
 The plan is the model's own (`base_model_tp_plan`), with the rules of the user. Its styles give the axis of a
 cut. The steps before and after the forward pass of a layer (all-reduce, gather) are hooks of transformers.
@@ -165,7 +165,7 @@ def check_alone() -> None:
 
 
 def _knows_ranks() -> bool:
-    """Returns True if transformers has the meshes of version 5.23, in `transformers.distributed`.
+    """Returns True if transformers has the meshes of version 5.23 in `transformers.distributed`.
 
     hfq does not support those of older versions.
     """
