@@ -262,7 +262,8 @@ def _stream_lines(offload: OffloadReport) -> list[str]:
         f"{offload.units} offloaded units: {offload.pass_nbytes:,} B per pass, offload buffer of "
         f"{offload.buffer_nbytes:,} B{huge}, "
         f"{offload.mode} reads",
-        f"{offload.passes} passes, {offload.unit_forwards} unit forwards, {offload.prefetch_misses} prefetch misses, "
+        f"{offload.passes} passes, {offload.unit_forwards} unit forwards, "
+        f"{offload.prefetch_misses} prefetch misses, "
         f"{offload.buffer_overflows} buffer overflows, "
         f"{offload.stall_seconds:.3f} s stalled",
     ]

@@ -157,7 +157,7 @@ def test_max_concurrent_must_be_a_number_of_batches(streamed, max_concurrent):
 
 
 def test_what_is_no_batch_and_what_hfq_did_not_load_is_refused(streamed):
-    with pytest.raises(SetupError, match="neither a dict nor a tensor"):
+    with pytest.raises(SetupError, match="requires dicts or tensors as batches"):
         run_batches(streamed, ["text", "text"])
     with pytest.raises(SetupError, match="not loaded by hfq"):
         run_batches(torch.nn.Linear(2, 2), [])

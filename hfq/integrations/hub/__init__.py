@@ -1,1 +1,1 @@
-"""Headers of checkpoints on the Hugging Face Hub."""
+"""Headers and downloads of checkpoints on the Hugging Face Hub."""

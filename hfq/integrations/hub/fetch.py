@@ -1,9 +1,7 @@
-"""What a plan needs of a model on the hub: its JSON files whole, and of each safetensors file its header, by
-HTTP range requests.
+"""JSON files and safetensors headers of a model on the Hub, fetched by HTTP range requests.
 
-All requests name one commit, so that nothing is put together from two versions of a model. They go through
-huggingface_hub's own session, which knows HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and proxies, and tries again
-where a server is busy.
+All requests name one commit, so that two versions of a model never mix. They use the session of
+huggingface_hub, which handles HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, and proxies, and retries busy servers.
 """
 
 from __future__ import annotations
@@ -33,51 +31,49 @@ _THREADS = 8
 _TIMEOUT = 30.0
 _RETRIES = 3
 _MOST_NBYTES = 1 << 30
-"""The most bytes that are fetched of one model: 500 000 tensors take some 60 MB of headers."""
+"""Most bytes to fetch for one model; the headers of 500,000 tensors take about 60 MB."""
 
 
 class RemoteModel:
-    """One commit of a model on the hub.
+    """One commit of a model on the Hub.
 
     Attributes:
-        repo: Its name, `organization/model`.
-        commit: The commit that a revision meant when it was asked for.
-        sizes: The bytes of each file.
-        fetched_nbytes: The bytes of files that have been fetched.
+        repo: Id of the model, `organization/model`.
+        commit: Commit that the revision named at the time of the request.
+        sizes: Size of each file in bytes.
+        fetched_nbytes: Bytes of files that were fetched.
     """
 
     def __init__(self, repo: str, revision: str | None = None) -> None:
-        """Asks the hub for the commit of a revision, and for its files.
+        """Asks the Hub for the commit of a revision, and for its files.
 
         Raises:
-            CheckpointError: The hub has no such model or revision, does not give it, or cannot be reached.
+            CheckpointError: The Hub has no such model or revision, denies access, or cannot be reached.
         """
         from huggingface_hub import HfApi
 
         try:
             info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT)
-        except (
-            Exception
-        ) as error:  # of the hub's, the network's and the parser's many kinds, each gets its own text
+        except Exception as error:  # the Hub, the network, and the parser raise many kinds
             raise explain(error, repo, revision) from error
         self.repo, self.commit = repo, str(info.sha)
         self.sizes = {file.rfilename: file.size for file in info.siblings or () if isinstance(file.size, int)}
         self.fetched_nbytes, self._lock = 0, Lock()
         if not _COMMIT.fullmatch(self.commit):
             raise CheckpointError(
-                "The hub named no commit for the model. Nothing was planned.",
+                "The Hub sent no commit for the model. Nothing was planned.",
                 file=repo,
                 expected="40 hexadecimal digits",
                 found=repr(info.sha)[:80],
-                fix=f"check HF_ENDPOINT; or download the model: hf download {repo}",
+                fix=f"Check HF_ENDPOINT, or download the model: hf download {repo}",
             )
 
     def fetch(self) -> HeadersOnlyCheckpoint:
-        """The JSON files and the headers, each validated as that of a local file.
+        """Fetches and validates the JSON files and the headers.
 
         Raises:
-            CheckpointError: It is no safetensors checkpoint, a header is damaged, or the hub did not answer
-                as it should.
+            CheckpointError: The model is not in safetensors format, a header is damaged, or the Hub sent a
+                wrong response.
         """
         self._check_files()
         texts = {name: self._text(name) for name in _TEXTS if name in self.sizes}
@@ -87,11 +83,11 @@ class RemoteModel:
     def _check_files(self) -> None:
         if "config.json" not in self.sizes or not {SINGLE, INDEX} & self.sizes.keys():
             raise CheckpointError(
-                "The model on the hub is no safetensors checkpoint.",
+                "The model on the Hub is not a safetensors checkpoint.",
                 file=self.repo,
                 expected=f"config.json, and {SINGLE} or {INDEX}",
                 found=", ".join(sorted(self.sizes)[:12]) or "no files",
-                fix="plan another revision or a converted copy; hfq never opens a pickle",
+                fix="Plan another revision or a converted copy. hfq never opens a pickle.",
             )
 
     def _shards(self, index: bytes) -> list[str]:
@@ -100,10 +96,10 @@ class RemoteModel:
         absent = [name for name in names if name not in self.sizes]
         if absent:
             raise CheckpointError(
-                "The index names files that the model on the hub does not have.",
+                "The index names files that the model on the Hub does not have.",
                 file=file,
                 problems=absent,
-                fix="plan another revision, or ask the model's author to upload them",
+                fix="Plan another revision, or ask the model's author to upload the files.",
             )
         return names
 
@@ -112,24 +108,24 @@ class RemoteModel:
         if size > JSON_LIMIT:
             raise self._odd(
                 name,
-                "it is larger than a file of JSON may be",
+                "it is too large for a JSON file",
                 f"at most {JSON_LIMIT} bytes",
                 f"{size} bytes",
             )
         return _RemoteFile(self, name, size).read_whole()
 
     def _head(self, name: str) -> tuple[bytes, int]:
-        """The first bytes of a safetensors file, and its size."""
+        """Returns the first bytes of a safetensors file, and its size."""
         size, label = self.sizes[name], f"{self.repo}/{name}"
         raw = read_raw(_RemoteFile(self, name, size), label, size)
         parse_header(raw, label, (0, size, 0))
         return len(raw).to_bytes(8, "little") + raw, size
 
     def take(self, name: str, nbytes: int) -> None:
-        """Counts bytes that are about to be fetched.
+        """Counts bytes before they are fetched.
 
         Raises:
-            CheckpointError: They are more than a plan may fetch.
+            CheckpointError: The total exceeds the limit for a plan.
         """
         with self._lock:
             self.fetched_nbytes += nbytes
@@ -140,17 +136,17 @@ class RemoteModel:
 
     def _odd(self, name: str, what: str, expected: str, found: object) -> CheckpointError:
         return CheckpointError(
-            f"A file on the hub cannot be planned with: {what}.",
+            f"A plan cannot use a file on the Hub: {what}.",
             file=f"{self.repo}/{name}",
             expected=expected,
             found=found,
-            fix=f"try again; or download the model: hf download {self.repo} --revision {self.commit}",
+            fix=f"Try again, or download the model: hf download {self.repo} --revision {self.commit}",
         )
 
 
 @dataclass
 class _RemoteFile:
-    """A file on the hub that is read from its start, by one range request for each `read`."""
+    """File on the Hub that is read from its start, with one range request per `read`."""
 
     model: RemoteModel
     name: str
@@ -159,7 +155,7 @@ class _RemoteFile:
     tag: str | None = None
 
     def read(self, nbytes: int, /) -> bytes:
-        """The next bytes; fewer where the file ends."""
+        """Returns the next bytes; fewer at the end of the file."""
         wanted = min(nbytes, self.size - self.position)
         data = (
             self._get(wanted, {"Range": f"bytes={self.position}-{self.position + wanted - 1}"})
@@ -170,7 +166,7 @@ class _RemoteFile:
         return data
 
     def read_whole(self) -> bytes:
-        """All of the file."""
+        """Returns the whole file."""
         return self._get(self.size, {})
 
     def _get(self, nbytes: int, asked: Mapping[str, str]) -> bytes:
@@ -190,19 +186,19 @@ class _RemoteFile:
                 return self._body(response, nbytes)
         except CheckpointError:
             raise
-        except Exception as error:  # as above
+        except Exception as error:  # of many kinds, as above
             raise explain(error, model.repo, model.commit, self.name) from error
 
     def _check(self, response: Any, nbytes: int, is_part: bool) -> None:
-        """Whether this is an answer to what was asked, and of the file that was asked before."""
+        """Checks that a response has the requested bytes, from the same version of the file."""
         if is_part and response.status_code != 206:
             raise CheckpointError(
-                "The server does not give parts of files, without which hfq would have to download the "
-                "weights. Nothing was planned.",
+                "The server does not support range requests, which hfq needs to fetch only headers. "
+                "Nothing was planned.",
                 file=f"{self.model.repo}/{self.name}",
                 expected="206 Partial Content",
                 found=f"status {response.status_code}",
-                fix=f"use another HF_ENDPOINT, or download the model: hf download {self.model.repo}",
+                fix=f"Use another HF_ENDPOINT, or download the model: hf download {self.model.repo}",
             )
         answers = [*response.history, response]
         commits = {answer.headers["x-repo-commit"] for answer in answers if "x-repo-commit" in answer.headers}
@@ -212,39 +208,40 @@ class _RemoteFile:
         found = response.headers.get("content-range", "") if is_part else wanted
         if commits - {self.model.commit} or (self.tag is not None and tag != self.tag) or found != wanted:
             raise CheckpointError(
-                "A file on the hub changed while it was read. Nothing was planned.",
+                "A file on the Hub changed while hfq read it. Nothing was planned.",
                 file=f"{self.model.repo}/{self.name}",
                 expected=f"{wanted}, tag {self.tag}, commit {self.model.commit}",
                 found=f"{found}, tag {tag}, commit {', '.join(commits) or 'unnamed'}",
-                fix="try again",
+                fix="Try again.",
             )
         self.tag = tag
 
     def _body(self, response: Any, nbytes: int) -> bytes:
-        """The bytes of an answer, which is read no further than one chunk beyond what was asked for."""
+        """Returns the bytes of a response.
+
+        Stops within one chunk after the requested size.
+        """
         data, why = bytearray(), ""
         try:
             for chunk in response.iter_bytes(1 << 16):
                 data += chunk
                 if len(data) > nbytes:
                     break
-        except (
-            Exception
-        ) as error:  # raised here, it would be taken for a failed request, which is tried again
+        except Exception as error:  # if raised here, it would count as a failed request and be retried
             why = f" ({type(error).__name__})"
         if len(data) != nbytes:
             raise CheckpointError(
-                "The hub's answer was cut short, or was too long. Nothing was planned.",
+                "The Hub's response is too short or too long. Nothing was planned.",
                 file=f"{self.model.repo}/{self.name}",
                 expected=f"{nbytes} bytes",
                 found=f"{len(data)} bytes{why}",
-                fix="try again; check the network, and a proxy in between",
+                fix="Check the network and its proxy, and try again.",
             )
         return bytes(data)
 
 
 def _in_threads(read: Callable[[str], tuple[bytes, int]], names: Iterable[str]) -> list[tuple[bytes, int]]:
-    """What `read` gives for each name, in their order; the first failure ends the others."""
+    """Returns the result of `read` for each name, in order; the first failure stops the others."""
     with ThreadPoolExecutor(_THREADS, "hfq-hub") as pool:
         try:
             return list(pool.map(read, names))

@@ -1,7 +1,7 @@
-"""A checkpoint by its folder or by its id on the Hub; only headers are fetched.
+"""Checkpoints by folder or by Hub id, without a download of weights.
 
-A model that is in the cache of the hub is taken from there. Of another one headers are fetched and kept in
-hfq's own cache, as an archive that nobody can take for a checkpoint, under the commit that they belong to.
+A model in the Hub's cache is used from there. For other models, only headers are fetched. hfq keeps them in
+its own cache under their commit, as an archive that cannot be mistaken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder that can be opened.
+    """Folder that can be opened as a checkpoint.
 
     Attributes:
-        folder: The folder; where headers were fetched it has no weights, and goes when the block that asked
-            for it ends.
-        name: What the checkpoint is called: its name on the hub where headers were fetched, else the folder.
-        commit: The commit of fetched headers, else None.
-        fetched_nbytes: The bytes that were fetched now; 0 where hfq's cache had them.
-        nbytes: The bytes of fetched headers' files, weights included.
+        folder: The folder. A folder of fetched headers has no weights, and is deleted at the end of the
+            `with` statement.
+        name: Hub id of fetched headers, else the folder.
+        commit: Commit of fetched headers, else None.
+        fetched_nbytes: Bytes that were fetched now; 0 if hfq's cache had them.
+        nbytes: Bytes of the files whose headers were fetched, weights included; 0 for a folder.
     """
 
     folder: str
@@ -46,37 +46,33 @@ class FoundCheckpoint:
     nbytes: int = 0
 
     def describe(self) -> dict:
-        """Where fetched headers come from, as JSON-ready data; empty for a folder."""
+        """Returns the origin of fetched headers as JSON-ready data; empty for a folder."""
         return {} if self.commit is None else {"commit": self.commit, "fetched_nbytes": self.fetched_nbytes}
 
     def __str__(self) -> str:
         if self.commit is None:
             return self.name
-        fetched = (
-            f"{self.fetched_nbytes:,} B fetched"
-            if self.fetched_nbytes
-            else "nothing fetched, hfq's cache had them"
-        )
+        fetched = f"{self.fetched_nbytes:,} B fetched" if self.fetched_nbytes else "from hfq's cache"
         return (
             f"headers of {self.name} at commit {self.commit[:8]}: {fetched}; the files have {self.nbytes:,} B"
         )
 
 
 def is_hub_id(path: str) -> bool:
-    """True if a text has the form `organization/model`, and no local file or folder has this path."""
+    """Returns True for the form `organization/model` if no local file or folder has this path."""
     return not os.path.lexists(path) and _HUB_ID.fullmatch(path) is not None
 
 
 @contextlib.contextmanager
 def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Iterator[FoundCheckpoint]:
-    """A context manager that yields the folder of a checkpoint.
+    """Yields the folder of a checkpoint.
 
     Args:
         path: A folder, or the id of a model on the Hub: `organization/model`.
         revision: Branch, tag, or commit of a model on the Hub; None for the default branch.
 
     Raises:
-        CheckpointError: The hub has no such model, does not give it, or cannot be reached; or its headers are
+        CheckpointError: The Hub has no such model, denies access, or cannot be reached; or the headers are
             damaged.
     """
     text = os.fspath(path)
@@ -91,17 +87,17 @@ def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Ite
 
 
 def headers_cache() -> Path:
-    """The folder of fetched headers."""
+    """Returns the folder of fetched headers."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "headers"
 
 
 def _snapshot(repo: str, revision: str | None) -> str | None:
-    """The folder of a model in the cache of the hub, if all of its weights are there."""
+    """Returns the folder of a model in the Hub's cache, or None if weights are missing."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(repo, "config.json", revision=revision)
-    except ValueError:  # no name of the hub: asking the hub says so
+    except ValueError:  # not a Hub id; a request to the Hub reports this
         return None
     folder = Path(config).parent if isinstance(config, str) else None
     return str(folder) if folder is not None and _is_whole(folder) else None
@@ -116,11 +112,11 @@ def _is_whole(folder: Path) -> bool:
             for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        return True  # opening it says what is wrong
+        return True  # the error appears when it is opened
 
 
 def _headers(repo: str, revision: str | None) -> tuple[HeadersOnlyCheckpoint, str, int]:
-    """The headers of a model, their commit, and the bytes that were fetched for them."""
+    """Returns the headers of a model, their commit, and the number of bytes fetched."""
     is_commit = revision is not None and _COMMIT.fullmatch(revision)
     kept = _kept(repo, str(revision)) if is_commit else None
     if kept is not None:
@@ -139,7 +135,10 @@ def _archive(repo: str, commit: str) -> Path:
 
 
 def _kept(repo: str, commit: str) -> HeadersOnlyCheckpoint | None:
-    """What an earlier plan fetched; one that is damaged or cannot be read is none, and is replaced."""
+    """Returns the headers that an earlier plan fetched, or None.
+
+    A damaged or unreadable archive counts as missing, and is replaced.
+    """
     try:
         return HeadersOnlyCheckpoint.unpack(_archive(repo, commit).read_bytes())
     except (OSError, ValueError):
@@ -164,9 +163,9 @@ def _keep(headers_only: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
             raise
     except OSError as error:
         raise CheckpointError(
-            "Fetched headers could not be kept. Nothing was left behind.",
+            "hfq cannot write the fetched headers to its cache. Nothing was left behind.",
             file=archive,
             expected="a writable folder with free space",
             found=error.strerror,
-            fix="free space, or set XDG_CACHE_HOME to a folder that can be written",
+            fix="Free disk space, or set XDG_CACHE_HOME to a writable folder.",
         ) from error

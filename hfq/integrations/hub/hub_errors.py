@@ -1,4 +1,4 @@
-"""What the hub's and the network's failures mean to somebody who wants to plan a model."""
+"""Errors of hfq for failures of the Hub and the network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["explain"]
 def explain(
     error: Exception, repo: str, revision: str | None = None, name: str | None = None
 ) -> CheckpointError:
-    """The error to raise for one of huggingface_hub, of its HTTP client, or of the network.
+    """Returns the error to raise for one of huggingface_hub, its HTTP client, or the network.
 
     Args:
-        error: What was raised.
-        repo: The model.
-        revision: The revision or commit that was asked for.
-        name: The file that was asked for; None for the list of files.
+        error: The original error.
+        repo: Id of the model.
+        revision: Requested revision or commit; None for the default branch.
+        name: Requested file; None for the list of files.
     """
     from huggingface_hub import errors
 
@@ -29,45 +29,44 @@ def explain(
     file = repo if name is None else f"{repo}/{name}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return CheckpointError(
-            "The model is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE keeps hfq "
-            "from asking for it.",
+            "The model is neither a folder nor in the Hub's cache, and HF_HUB_OFFLINE prevents a download.",
             file=file,
             expected="a folder with config.json and *.safetensors, or a network",
             found="HF_HUB_OFFLINE",
-            fix=f"check the path; unset HF_HUB_OFFLINE; or, on a machine that is online: hf download {repo}",
+            fix=f"Check the path, or unset HF_HUB_OFFLINE. On a machine with a network: hf download {repo}",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(
-            "The model on the hub has no such revision.",
+            "The model on the Hub has no such revision.",
             file=file,
-            expected="a branch, a tag or a commit",
+            expected="a branch, a tag, or a commit",
             found=repr(revision),
-            fix=f"Name one that is listed with the files of {repo}, for example --revision main.",
+            fix=f"Use a revision from the file list of {repo}, for example --revision main.",
         )
     is_missing = isinstance(error, errors.RepositoryNotFoundError) and not isinstance(
         error, errors.GatedRepoError
     )
     if is_missing or isinstance(error, errors.HFValidationError) or (status == 404 and name is None):
         return CheckpointError(
-            "The model is neither a folder nor a model of the hub that may be seen.",
+            "The model is neither a folder nor an accessible model on the Hub.",
             file=file,
             found=found,
             expected="a folder with config.json and *.safetensors, or organization/model",
-            fix="check the path or the name; for a private model: hf auth login, or set HF_TOKEN",
+            fix="Check the path or the Hub id. For a private model, run hf auth login or set HF_TOKEN.",
         )
     if status in (401, 403):
         return CheckpointError(
-            "The hub does not give this model without leave.",
+            "The Hub denies access to this model.",
             file=file,
-            expected="a token that may read it",
+            expected="a token with read access",
             found=found,
-            fix="accept the terms on the model's page, then: hf auth login, or set HF_TOKEN",
+            fix="Accept the terms on the model's page, then run hf auth login or set HF_TOKEN.",
         )
     return CheckpointError(
-        "The model could not be had from the hub.",
+        "hfq cannot fetch the model from the Hub.",
         file=file,
-        expected="an answer",
+        expected="a response",
         found=found,
-        fix="check the name, the network and HF_ENDPOINT, and try again; or download the model: hf "
+        fix="Check the name, the network, and HF_ENDPOINT, and try again. Or download the model: hf "
         f"download {repo}",
     )

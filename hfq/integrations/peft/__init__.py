@@ -1,1 +1,1 @@
-"""LoRA next to quantized weights, through PEFT."""
+"""LoRA on models with quantized weights, through PEFT."""

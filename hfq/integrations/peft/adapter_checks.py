@@ -1,4 +1,4 @@
-"""What an adapter asks of a model whose weights are not written, judged before a layer is replaced."""
+"""Checks of an adapter config against weights that are never rewritten."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ from hfq.modules.quantized_module import QuantizedModule
 __all__ = ["check_adapter", "check_replication", "is_fixed", "linears_of"]
 
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""Those that leave the base weight as it is; the others subtract from it what the adapter starts with."""
+"""Values that keep the base weight. The others subtract the initial adapter from it."""
 
 _WRITING = ("kasa_config", "use_qalora")
-"""Options that change the base, or that PEFT would ignore without a word on a layer that is not its own."""
+"""Options that change the base weight, or that PEFT ignores silently on quantized layers."""
 
 
 def is_fixed(module: nn.Module) -> bool:
-    """Whether a module's weight must not be written: it is packed, or rests elsewhere than where it
-    computes.
-    """
+    """Returns True if a weight of a module must not be written: it is quantized or offloaded."""
     is_offloaded = any(isinstance(parameter, OffloadedParameter) for parameter in module._parameters.values())
     return isinstance(module, QuantizedModule) or is_offloaded or WEIGHT in module._modules
 
 
 def linears_of(model: nn.Module, task_type: Any) -> set[str]:
-    """The packed layers that `target_modules="all-linear"` means: all but the head, experts, and weights that
-    stand alone.
+    """Returns the quantized layers that `target_modules="all-linear"` selects.
 
-    PEFT counts what is an `nn.Linear` or a `Conv1D`, which packed layers are not.
+    These are all but the head, experts, and weights of modules with their own forward. PEFT itself selects
+    instances of `nn.Linear` and `Conv1D`, and quantized layers are neither.
     """
     skipped = [
         name
@@ -60,11 +58,11 @@ def linears_of(model: nn.Module, task_type: Any) -> set[str]:
 
 
 def check_adapter(config: Any, model: Any) -> None:
-    """Refuses what would write a base weight, or train a copy of one that cannot be trained.
+    """Checks that an adapter neither rewrites a base weight nor trains a copy of one.
 
     Raises:
-        SetupError: The adapter is of another kind than LoRA, starts from a changed base weight, or names
-            experts, the parameters of packed modules, or modules to be trained whole.
+        SetupError: The adapter is not LoRA, starts from a changed base weight, or selects experts, parameters
+            of quantized modules, or modules to train completely.
     """
     fixed = {_plain(name): module for name, module in model.named_modules() if is_fixed(module)}
     _check_whole(config, model, fixed)
@@ -77,45 +75,45 @@ def check_adapter(config: Any, model: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise _refusal(
-            f"Adapters of the kind {kind} cannot be put on packed modules.", "LORA", first, "use a LoraConfig"
+            f"{kind} adapters do not support quantized modules.", "LORA", first, "Use a LoraConfig."
         )
     if config.init_lora_weights not in _INITIALISATIONS:
         raise _refusal(
-            f"init_lora_weights={config.init_lora_weights!r} changes the base weight, and {first} is never "
-            f"rewritten.",
-            "True, False, 'gaussian', 'eva', 'orthogonal' or 'mica'",
+            f"init_lora_weights={config.init_lora_weights!r} changes the base weight, and hfq never rewrites "
+            f"{first}.",
+            "True, False, 'gaussian', 'eva', 'orthogonal', or 'mica'",
             repr(config.init_lora_weights),
-            "leave init_lora_weights as it is",
+            "Leave init_lora_weights out.",
         )
     for name in _WRITING:
         if getattr(config, name, None):
             raise _refusal(
-                f"LoraConfig({name}=…) cannot be used on packed modules: it changes the base.",
-                f"{name} left out",
+                f"LoraConfig({name}=…) does not support quantized modules, since it changes the base weight.",
+                f"no {name}",
                 first,
-                f"leave {name} out",
+                f"Leave {name} out.",
             )
     _check_targets(targeted, _expert_names(model))
 
 
 def check_replication(model: nn.Module) -> None:
-    """Refuses `layer_replication`, which copies layers and shares their parameters.
+    """Checks that `layer_replication`, which copies layers that share parameters, is possible.
 
     Raises:
-        SetupError: A module is packed, or rests on disk.
+        SetupError: A module is quantized or offloaded.
     """
     found = next((name for name, module in model.named_modules() if is_fixed(module)), None)
     if found is not None:
         raise _refusal(
-            "LoraConfig(layer_replication=…) cannot be used with packed modules, or with modules on disk.",
-            "dense modules in memory",
+            "LoraConfig(layer_replication=…) does not support quantized or offloaded modules.",
+            "unquantized modules in memory",
             found,
-            "leave layer_replication out",
+            "Leave layer_replication out.",
         )
 
 
 def _check_bias(config: Any, fixed: dict[str, nn.Module]) -> None:
-    """A bias that is part of a packed row, or rests on disk, is not trained."""
+    """Checks that no bias of a quantized or offloaded module is trained."""
     asked = getattr(config, "bias", "none")
     for name, module in fixed.items():
         has_bias = (
@@ -125,10 +123,10 @@ def _check_bias(config: Any, fixed: dict[str, nn.Module]) -> None:
         )
         if asked != "none" and has_bias and (asked == "all" or check_target_module_exists(config, name)):
             raise _refusal(
-                f"bias={asked!r} would train the bias of {name}, which is never rewritten.",
+                f"bias={asked!r} trains the bias of {name}, which hfq never rewrites.",
                 "bias='none'",
                 repr(asked),
-                "leave bias as it is; lora_bias=True gives the adapter a bias of its own",
+                "Leave bias out. lora_bias=True adds a bias to the adapter.",
             )
 
 
@@ -137,23 +135,23 @@ def _check_targets(targeted: dict[str, nn.Module], experts: Iterable[str]) -> No
     for name, module in targeted.items():
         if name.startswith(outer):
             raise _refusal(
-                "LoRA on the experts of a packed mixture is not supported.",
+                "hfq does not support LoRA on quantized experts.",
                 "layers outside of experts",
                 name,
-                "leave experts out: target the attention layers, or pass exclude_modules",
+                "Target the attention layers, or pass exclude_modules.",
             )
         is_lora = isinstance(module, (QuantizedModule, nn.Linear, nn.Embedding, Conv1D))
         if not is_lora or name.endswith(f".{WEIGHT}"):
             raise _refusal(
-                f"LoRA on {name} is not supported where its weight is packed alone, or rests on disk.",
+                f"hfq does not support LoRA on {name}, which is quantized or offloaded.",
                 "a linear layer or an embedding",
                 type(module).__name__,
-                "leave it out of target_modules",
+                "Leave it out of target_modules.",
             )
 
 
 def _check_whole(config: Any, model: Any, fixed: dict[str, nn.Module]) -> None:
-    """Modules that are trained whole: as copies, or some rows of them."""
+    """Checks modules that are trained completely: as copies, or some of their rows."""
     tokens = getattr(config, "trainable_token_indices", None)
     embedding = (
         model.get_input_embeddings()
@@ -171,12 +169,11 @@ def _check_whole(config: Any, model: Any, fixed: dict[str, nn.Module]) -> None:
             )
             if inner is not None:
                 raise _refusal(
-                    f"{name} cannot be trained whole: its weight is packed, or rests on disk.",
-                    "a dense module in memory",
+                    f"{name} cannot be trained completely, since its weight is quantized or offloaded.",
+                    "an unquantized module in memory",
                     inner,
-                    "leave it out of modules_to_save and trainable_token_indices and target it with LoRA; "
-                    "or, if it is dense, give it "
-                    "a home in memory",
+                    "Leave it out of modules_to_save and trainable_token_indices, and target it with LoRA. "
+                    "An unquantized module can be placed in memory instead.",
                 )
 
 
@@ -191,12 +188,12 @@ def _check_parameters(config: Any, model: Any, fixed: dict[str, nn.Module]) -> N
         for name in sorted(fused | own):
             if name == asked or name.endswith(f".{asked}"):
                 raise _refusal(
-                    f"target_parameters names {asked!r}, which is packed, or rests on disk (of a mixture, "
-                    f"PEFT itself puts experts "
-                    'and routers there for target_modules="all-linear").',
-                    "dense parameters in memory",
+                    f"target_parameters names {asked!r}, which is quantized or offloaded. (PEFT adds experts "
+                    f"and routers to "
+                    'target_parameters for target_modules="all-linear".)',
+                    "unquantized parameters in memory",
                     name,
-                    "name the attention layers in target_modules: LoRA on packed experts is not supported",
+                    "Name the attention layers in target_modules. LoRA cannot target quantized experts.",
                 )
 
 
@@ -205,8 +202,9 @@ def _expert_names(model: nn.Module) -> Iterator[str]:
 
 
 def _head_of(model: Any, task_type: Any) -> nn.Module | None:
-    """What PEFT leaves out of "all-linear" by convention: the output embeddings, or the head of a
-    classifier.
+    """Returns the head that PEFT leaves out of "all-linear", or None.
+
+    It is the output embedding, or the head of a classifier.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None and str(getattr(task_type, "value", task_type)) == "SEQ_CLS":
@@ -219,7 +217,7 @@ def _names_of(wanted: nn.Module | None, model: nn.Module) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """A module's name without the layers that adapters put around it."""
+    """Returns the name of a module without the wrappers of adapters."""
     return name.replace(".base_layer", "")
 
 

@@ -1,7 +1,7 @@
-"""LoRA on packed modules: adapters beside a base that is read and never written; what would write it is
-refused by name.
+"""LoRA on quantized modules, whose base weights are read and never written.
 
-Imported by `patches` once PEFT is imported, never before. Tested with peft 0.21.2.
+Uses that would write them raise an error. `patches` imports this module once PEFT is imported, never earlier.
+Tested with peft 0.21.2.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _OLDEST = "0.21"
 
 
 class _Fixed:
-    """What both layers share: where their adapters are put, and that the base weight is not written.
+    """Base of both LoRA layers: places their adapters, and never writes the base weight.
 
-    PEFT asks the base's `weight` for its device and dtype: reading it dequantizes a packed one, and of one on
-    disk the device is meta, to which adapters would be lost.
+    PEFT reads the device and dtype of the base's `weight`. This would dequantize a quantized weight. The
+    device of a weight on disk is meta, where adapters would have no data.
     """
 
     get_base_layer: Callable[[], nn.Module]
@@ -55,7 +55,7 @@ class _Fixed:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The base's weight in the model's dtype, for model code that reads it."""
+        """Weight of the base in the dtype of the model, for model code that reads it."""
         return self.get_base_layer().weight  # type: ignore[return-value]
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class _Fixed:
         return super()._get_base_layer_device_and_dtype(base)  # type: ignore[misc]
 
     def merge(self, *_: Any, **__: Any) -> None:
-        """Refused: packed weights are never rewritten.
+        """Raises an error, since quantized weights are never rewritten.
 
         Raises:
             SetupError: Always.
@@ -79,20 +79,24 @@ class _Fixed:
         raise _no_merge(type(self.get_base_layer()).__name__)
 
     def unmerge(self) -> None:
-        """Refused as `merge` is: nothing was merged."""
+        """Raises an error, since nothing can be merged.
+
+        Raises:
+            SetupError: Always.
+        """
         raise _no_merge(type(self.get_base_layer()).__name__)
 
 
 class FixedLoraLinear(_Fixed, lora.Linear):
-    """LoRA on a linear layer whose weight is packed, or rests on disk; PEFT's own forward."""
+    """LoRA on a quantized or offloaded linear layer, with PEFT's own forward."""
 
 
 class FixedLoraEmbedding(_Fixed, lora.Embedding):
-    """LoRA on an embedding whose table is packed, or rests on disk; PEFT's own forward."""
+    """LoRA on a quantized or offloaded embedding, with PEFT's own forward."""
 
 
 def dispatching(original: Callable) -> Callable:
-    """`LoraModel._create_new_module` that knows packed modules and those that rest on disk."""
+    """Wraps `LoraModel._create_new_module` to support quantized and offloaded modules."""
 
     @functools.wraps(original)
     def create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
@@ -105,7 +109,7 @@ def dispatching(original: Callable) -> Callable:
         is_transposed = base.is_transposed if isinstance(base, QuantizedLinear) else isinstance(base, Conv1D)
         if lora_config.fan_in_fan_out != is_transposed:
             warnings.warn(
-                f"fan_in_fan_out is set to {is_transposed}, as the layers of this model are stored.",
+                f"hfq sets fan_in_fan_out to {is_transposed}, to match the layers of this model.",
                 stacklevel=2,
             )
             lora_config.fan_in_fan_out = is_transposed
@@ -117,8 +121,9 @@ def dispatching(original: Callable) -> Callable:
 
 
 def keeping_devices(original: Callable) -> Callable:
-    """`LoraModel._replace_module` that leaves adapters where they were put, and not where a packed base
-    rests.
+    """Wraps `LoraModel._replace_module` to keep adapters on their device.
+
+    PEFT would move them to the device where a quantized base is stored.
     """
 
     @functools.wraps(original)
@@ -135,8 +140,9 @@ def keeping_devices(original: Callable) -> Callable:
 
 
 def including(original: Callable) -> Callable:
-    """`_maybe_include_all_linear_layers` that counts packed layers, too, and checks the adapter before a
-    layer is replaced.
+    """Wraps `_maybe_include_all_linear_layers` to include quantized layers.
+
+    Also checks the adapter before any layer is replaced.
     """
 
     @functools.wraps(original)
@@ -148,7 +154,7 @@ def including(original: Callable) -> Callable:
                 "hfq does not support this version of PEFT.",
                 expected=f"peft {_OLDEST} or newer",
                 found=peft.__version__,
-                fix=f"pip install 'peft>={_OLDEST}'",
+                fix=f"Run pip install 'peft>={_OLDEST}'",
             )
         target = getattr(peft_config, "target_modules", None)
         is_all = isinstance(target, str) and target.lower() == "all-linear"
@@ -165,9 +171,7 @@ def including(original: Callable) -> Callable:
 
 
 def refuse_replication(original: Callable) -> Callable:
-    """`LoraModel._prepare_model`, which replicates layers before any adapter is looked at, that refuses
-    models it cannot copy.
-    """
+    """Wraps `LoraModel._prepare_model` to check replication before any layer is copied."""
 
     @functools.wraps(original)
     def prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
@@ -179,8 +183,9 @@ def refuse_replication(original: Callable) -> Callable:
 
 
 def refuse_merge(original: Callable) -> Callable:
-    """`LoraModel._check_merge_allowed`, which comes before the first layer is merged, that refuses packed
-    layers.
+    """Wraps `LoraModel._check_merge_allowed` to raise an error for quantized layers.
+
+    PEFT calls it before it merges the first layer.
     """
 
     @functools.wraps(original)
@@ -196,8 +201,9 @@ def refuse_merge(original: Callable) -> Callable:
 
 
 def without_devices(original: Callable) -> Callable:
-    """`load_adapter` of a model that does not see `cpu` and `disk` homes: PEFT would hand the model to
-    accelerate's hooks.
+    """Wraps `load_adapter` to hide `cpu` and `disk` entries of the device map.
+
+    With them, PEFT would give the model to the hooks of accelerate.
     """
 
     @functools.wraps(original)
@@ -213,11 +219,10 @@ def without_devices(original: Callable) -> Callable:
 
 
 def gathering(original: Callable) -> Callable:
-    """`PeftModel.save_pretrained` that gathers what ranks of ZeRO-3 share out; all ranks must call it, and
-    rank 0 writes.
+    """Wraps `PeftModel.save_pretrained` to gather parameters that ZeRO-3 shards.
 
-    PEFT asks the model for its tensors, of which each rank has an empty one: it would write them without a
-    word.
+    All ranks must call it, and rank 0 writes. PEFT reads the tensors of the model, which are empty on each
+    rank, and would write them silently.
     """
 
     @functools.wraps(original)
@@ -239,7 +244,7 @@ def gathering(original: Callable) -> Callable:
                 original(self, save_directory, *args, **kwargs, state_dict=state)
         except Exception as failure:
             error = failure
-        raise_together(error, "what was saved is not complete")
+        raise_together(error, "The saved adapter is incomplete")
         return None
 
     return save_pretrained
@@ -254,8 +259,9 @@ def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _leave_out(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
-    """Leaves a base on disk out of the state: PEFT writes the base of an embedding beside its adapter, and
-    meta has no values.
+    """Removes a base on disk from the state dict.
+
+    PEFT saves the base of an embedding with its adapter, and a meta tensor has no values.
     """
     for key in [
         key for key, tensor in state_dict.items() if key.startswith(f"{prefix}base_layer.") and tensor.is_meta
@@ -265,10 +271,9 @@ def _leave_out(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: s
 
 def _no_merge(found: str) -> SetupError:
     return SetupError(
-        "Adapters cannot be merged into packed weights, or into weights that rest on disk: they are never "
-        "rewritten.",
-        expected="adapters that stay beside the model",
+        "Adapters cannot be merged into quantized or offloaded weights, which hfq never rewrites.",
+        expected="separate adapters",
         found=found,
-        fix="keep the adapter (save_pretrained writes it alone), or load it onto the unquantized model and "
-        "merge it there",
+        fix="Save only the adapter with save_pretrained, or load it onto the unquantized model and merge it "
+        "there.",
     )

@@ -1,16 +1,16 @@
-"""Patches of PEFT, applied once it is imported; each acts only on models that hfq loaded.
+"""Patches of PEFT, applied after its import; they act only on models that hfq loaded.
 
 Tested with peft 0.21.2.
 
-`LoraModel._create_new_module` (tuners/lora/model.py) has a fixed list of layers. `_replace_module` there
-moves adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model` and
-`_check_merge_allowed` run before the first layer of a replication and of a merge; hfq supports neither.
-`_maybe_include_all_linear_layers` (tuners/tuners_utils.py) finds the layers of "all-linear" by class.
-`PeftModel.load_adapter` (peft_model.py) gives a model with `cpu` or `disk` entries in its device map to
-accelerate, and transformers' own (integrations/peft.py) takes these entries for devices that compute.
-`PeftModel.save_pretrained` writes the empty tensors that ranks of ZeRO-3 have.
-`prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, scales
-among them, unless it knows the quantization method.
+`LoraModel._create_new_module` (tuners/lora/model.py) has a fixed list of layer classes. `_replace_module` in
+the same file moves adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model`
+runs before the first layer is replicated, and `_check_merge_allowed` before the first layer is merged. hfq
+supports neither. `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) finds the layers of "all-linear"
+by class. `PeftModel.load_adapter` (peft_model.py) passes a model with `cpu` or `disk` entries in its device
+map to accelerate. transformers' own `load_adapter` (integrations/peft.py) uses these entries as execution
+devices. `PeftModel.save_pretrained` writes the empty tensors of ZeRO-3 ranks.
+`prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, including
+scales, unless it knows the quantization method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["patch_peft"]
 
 
 def patch_peft(module: Any) -> None:
-    """Replaces the functions of PEFT that the docstring of this module lists."""
+    """Replaces the functions of PEFT in this module's docstring."""
     from transformers.integrations.peft import PeftAdapterMixin
 
     from hfq.integrations.peft import lora

@@ -1,4 +1,4 @@
-"""Prepares a loaded model for adapters that are trained."""
+"""Preparation of a loaded model for the training of adapters."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ def prepare_model(
     gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Freezes a model and lets gradients reach its adapters; to be called before `peft.get_peft_model`.
+    """Freezes a model and lets gradients reach its adapters.
 
-    What PEFT's `prepare_model_for_kbit_training` does, but for the casts: every tensor keeps its dtype.
+    Call it before `peft.get_peft_model`. It does the same as PEFT's `prepare_model_for_kbit_training`, except
+    that every tensor keeps its dtype.
 
     Args:
         model: A model loaded with `HfqConfig`.
-        gradient_checkpointing: Whether each layer is computed again in the backward, so that its activations
+        gradient_checkpointing: True computes each layer again in the backward pass, so that its activations
             are not kept.
-        gradient_checkpointing_kwargs: What `torch.utils.checkpoint.checkpoint` is passed, as
-            `{"use_reentrant": False}`.
+        gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`, such as
+            `{"use_reentrant": False}`; None for the defaults.
 
     Returns:
         The same model.
 
     Raises:
-        SetupError: hfq did not load the model, or it has adapters already.
+        SetupError: hfq did not load the model, or it already has adapters.
     """
     loader_of(model)
     if getattr(model, "peft_config", None):
         raise SetupError(
-            "prepare_model_for_kbit_training was called on a model that has adapters, which it would freeze.",
+            "prepare_model_for_kbit_training would freeze the adapters of this model.",
             expected="a model without adapters",
             found=", ".join(model.peft_config),
-            fix="call prepare_model_for_kbit_training before get_peft_model",
+            fix="Call prepare_model_for_kbit_training before get_peft_model.",
         )
     for parameter in model.parameters():
         parameter.requires_grad = False

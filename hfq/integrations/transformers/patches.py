@@ -122,7 +122,7 @@ def _completing(original: Callable) -> Callable:
             return original(self, save_directory, *args, **kwargs)
         if kwargs.get("distributed_checkpoint"):
             raise SetupError(
-                "save_pretrained(distributed_checkpoint=True) cannot write quantized layers. Nothing was saved.",
+                "distributed_checkpoint=True does not support quantized layers. Nothing was saved.",
                 file=save_directory,
                 expected="distributed_checkpoint=False",
                 found="True",
@@ -232,7 +232,7 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
             file=path,
             found=str(error).partition("\n")[0],
             expected="a local folder, or a Hub id that is online or cached",
-            fix=f"Check the name, or run on a machine with a network: hf download {path}",
+            fix=f"Check the name. On a machine with a network: hf download {path}",
         ) from error
     except Exception as error:
         raise _failed(path, error) from error
@@ -244,8 +244,8 @@ def _failed(path: Any, error: Exception) -> SetupError:
         file=path,
         found=f"{type(error).__name__}: {error}",
         expected="a config and arguments that transformers accepts",
-        fix="Read the error under found. Most often, config.json has a wrong value, or an argument has a wrong "
-        "type.",
+        fix="Read the error under found. Usually config.json has a wrong value, or an argument has a "
+        "wrong type.",
     )
 
 

@@ -50,7 +50,7 @@ def test_packed_modules_to_save(resident, name):
     refuses(
         resident,
         LoraConfig(target_modules=["v_proj"], modules_to_save=[name]),
-        f"{name} cannot be trained whole",
+        f"{name} cannot be trained completely",
     )
 
 
@@ -58,12 +58,12 @@ def test_dense_modules_on_disk_to_save(disk):
     refuses(
         disk,
         LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head"]),
-        "lm_head cannot be trained whole",
+        "lm_head cannot be trained completely",
     )
     refuses(
         disk,
         LoraConfig(target_modules=["v_proj"], trainable_token_indices=[1]),
-        "model.embed_tokens cannot be trained whole",
+        "model.embed_tokens cannot be trained completely",
     )
     refuses(
         disk,
