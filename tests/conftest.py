@@ -1,5 +1,7 @@
-"""No test waits for a compiler: the compiled kernel is switched off, but for the tests that take the fixture
-`native`.
+"""Fixtures for all tests.
+
+The compiled kernel is switched off, except for tests with the fixture `native`, so that no test waits for a
+compiler.
 """
 
 import gc
@@ -12,16 +14,12 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 os.environ["HFQ_DISABLE_CPP"] = "1"
-os.environ.setdefault(
-    "TRITON_INTERPRET", "1"
-)  # read when Triton is first imported, by whomever; 0 where there is a GPU
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the first import of Triton; 0 with a GPU
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported and collected stays to the end: Python's collector looks through it neither meanwhile
-    nor afterwards.
-    """
+    """Freezes all imported and collected objects, so that Python's garbage collector skips them."""
     gc.disable()
     try:
         return (yield)
@@ -32,7 +30,7 @@ def pytest_collection():
 
 @pytest.fixture(scope="session")
 def compiled():
-    """The compiled part, built into the user's own cache unless it is there."""
+    """The compiled C++ part, built into the user's cache if it is missing."""
     from hfq.kernels.cpp import library
 
     with library.use("cpp"):
@@ -43,7 +41,7 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def emulated(compiled, tmp_path_factory):
-    """As `compiled`, with plain C++ in place of AVX-512 and of tiles, which can be tested anywhere."""
+    """Same as `compiled`, with plain C++ instead of AVX-512 and AMX tiles, for any machine."""
     import subprocess
 
     from hfq.kernels.cpp import build, library
@@ -59,7 +57,7 @@ def emulated(compiled, tmp_path_factory):
 
 @pytest.fixture
 def native(compiled):
-    """The compiled part, in use for one test, at the best level of the processor."""
+    """The compiled C++ part, in use for one test, at the best level of the processor."""
     from hfq.kernels.cpp import library
 
     with library.use(compiled):

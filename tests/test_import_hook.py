@@ -1,6 +1,4 @@
-"""`import hfq` registers with transformers whichever comes first, and changes nothing for those who pass no
-HfqConfig.
-"""
+"""Tests of the import hook: it registers hfq in any import order, and changes no other load."""
 
 import ast
 import json
@@ -32,7 +30,10 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> Callable[[str, str], str]:
-    """said(name of a run, program) → what the program printed there; all run in one go, and once."""
+    """said(run, program) → output of the program in that run.
+
+    All runs are executed together, once.
+    """
 
     def make() -> list[list]:
         runs = [
@@ -80,7 +81,7 @@ def test_both_sides_of_a_fork_after_the_import_load(said):
 
 
 def definitions(file: Path) -> set[str]:
-    """The functions, classes and methods that a source file defines."""
+    """Yields the functions, classes, and methods of a source file."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     return {
         node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

@@ -1,4 +1,7 @@
-"""Test files mirror the package: tests/X/test_Y*.py is about hfq/X/Y.py, or about the folder hfq/X/Y."""
+"""Tests that test files mirror the package.
+
+tests/X/test_Y*.py tests hfq/X/Y.py, or the folder hfq/X/Y.
+"""
 
 import sys
 from importlib.machinery import PathFinder
@@ -31,7 +34,7 @@ def test_every_test_file_has_a_module_that_it_is_about(folder):
 
 
 def test_no_folder_of_tests_is_found_as_a_package_of_its_own(tmp_path):
-    """transformers asks whether `kernels` of PyPI is installed: tests/kernels must not be the answer."""
+    """transformers checks if `kernels` of PyPI is installed, and must not find tests/kernels."""
     assert PathFinder.find_spec("kernels", [path for path in sys.path if "-packages" not in path]) is None
     installed = tmp_path / "kernels" / "__init__.py"
     installed.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What the whole package promises about itself."""
+"""Tests of properties of the whole package."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ CPP = sorted((ROOT / "hfq" / "kernels" / "cpp" / "src").iterdir())
 
 
 def body_start(function):
-    """The line of the first statement after the signature and the docstring."""
+    """Returns the line of the first statement after the signature and the docstring."""
     is_documented = ast.get_docstring(function) is not None and len(function.body) > 1
     return function.body[1 if is_documented else 0].lineno
 

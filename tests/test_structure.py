@@ -1,4 +1,4 @@
-"""The structure of the package: no import circle, no folder that is a warehouse."""
+"""Tests of the package structure: no import cycles, and no large folders."""
 
 import ast
 from collections import Counter
@@ -13,7 +13,10 @@ MODULES = {
 
 
 def imports_of(module: str) -> set[str]:
-    """The modules of hfq that a module imports, at its top and within functions; not those for types alone."""
+    """Returns the modules of hfq that a module imports, also within functions.
+
+    Imports for type checking only are left out.
+    """
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     typing = [
         node

@@ -1,4 +1,4 @@
-"""Reports: verdicts, medians, and the three files."""
+"""Tests of benchmark reports: verdicts, medians, and the three files."""
 
 import json
 import sys

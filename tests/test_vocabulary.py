@@ -1,4 +1,4 @@
-"""The public names of the Python API: each works, and no name that it replaced does."""
+"""Tests of the public names of the Python API, and of the absence of old names."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ OPTIONS = {  # old: new
     "load": "reader_ranks",
     "nvme": "nvme_source",
 }
-VALUES = {  # option: (the default first, then the other values), values that it no longer has
+VALUES = {  # option: (default and other values), removed values
     "cpu_memory": (("auto", "mmap", "private", "shared"), ("mapped", "arena")),
     "disk_io": (("auto", "direct", "buffered"), ("mmap",)),
     "disk_checksum": (("off", "first", "always"), ("auto",)),

@@ -1,6 +1,4 @@
-"""Models under the compiled kernel: the same logits and gradients in every placement, the reference's up to
-rounding.
-"""
+"""Tests of models with the C++ kernel: equal results in every placement, near the reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where offloaded layers compute, and how activations are rounded, through `from_pretrained`."""
+"""Tests of the execution device of offloaded layers, and of quantized activations."""
 
 import functools
 
@@ -24,15 +24,16 @@ def linears(model):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Computation is on "cpu:0", which is no home: all that rests on "cpu" is offloaded, and yet both are one
-    memory.
+    """Computes on "cpu:0", which no device map names.
+
+    All weights on "cpu" are then offloaded, although both names mean the same memory.
     """
     monkeypatch.setattr(model_loader, "execution_device", lambda devices: "cpu:0")
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """The same model, resident."""
+    """The same model without offloading."""
     return load(GPTQ)
 
 
@@ -65,9 +66,7 @@ def test_a_wrong_option_is_named(option, value):
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """write(case, more) → a model whose layers are all of a dialect of the contract suite, with additions to
-    its config.
-    """
+    """write(case, more) → a model whose layers all have one format variant, with more config entries."""
 
     def write(name: str, more=None):
         case = next(case for case in CASES if case.id == name)
@@ -88,7 +87,7 @@ W8A8 = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "sym
 
 @pytest.fixture(scope="module")
 def smoothquant(write):
-    """A model as llmcompressor writes it for W8A8."""
+    """A model in the form that llmcompressor writes for W8A8."""
     config = next(case for case in CASES if case.id == "int-quantized-channel").config
     groups = {name: {**group, "input_activations": W8A8} for name, group in config["config_groups"].items()}
     return write("int-quantized-channel", {"config_groups": groups})
@@ -102,7 +101,7 @@ def test_int8_activations_are_multiplied_as_such_where_that_is_asked_for(smoothq
     assert {linear.kernel.name for linear in linears(rounded)} == {"reference"}
     with torch.no_grad():
         found, expected, plain = (model(TOKENS).logits for model in (asked, rounded, exact))
-    # float32 on both sides; a rounding of an activation may flip on the order of a sum
+    # float32 on both sides; the order of a sum may change how an activation rounds
     assert (found - expected).norm() <= 1e-3 * expected.norm()
     assert (found - plain).norm() > 1e-3 * plain.norm()
 
@@ -125,7 +124,7 @@ def test_llm_int8_is_done_where_that_is_asked_for_and_tells_its_outliers(write):
     every = load(path, quantize_activations=True, llm_int8_threshold=0.0)
     none = load(
         path, quantize_activations=True, llm_int8_threshold=1e-30
-    )  # every channel is an outlier: nothing is rounded
+    )  # every channel is an outlier, so nothing is quantized
     with torch.no_grad():
         assert not torch.equal(every(TOKENS).logits, found)
         assert torch.equal(none(TOKENS).logits, plain)

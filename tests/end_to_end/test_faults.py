@@ -1,6 +1,4 @@
-"""What goes wrong while a model is streamed: each in a process of its own, which must end by an exception,
-never by a signal.
-"""
+"""Tests of faults while a model is offloaded: the process must end by an exception, never a signal."""
 
 import gc
 import os
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def finish(child: int) -> int:
-    """The exit code of a process, negative where a signal ended it; one that hangs is killed."""
+    """Returns the exit code of a process, negative for a signal; kills a process that hangs."""
     for _ in range(TIMEOUT * 20):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
@@ -38,8 +36,9 @@ def finish(child: int) -> int:
 
 @pytest.fixture(scope="module")
 def imported():
-    """Everything that a forward imports is imported here, once, and not in every process; no reader thread is
-    left.
+    """Imports everything that a forward pass needs once, instead of in every process.
+
+    Leaves no reader thread behind.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
@@ -55,9 +54,9 @@ def imported():
 
 @pytest.fixture(params=MODES)
 def run(request, tmp_path, imported):
-    """run(program of tests/programs/faults, arguments, returncode=0) → what its process wrote.
+    """run(program of tests/programs/faults, arguments, returncode=0) → output of its process.
 
-    The process is a fork of this one, where everything is imported.
+    The process is a fork of this one, which has imported everything.
     """
     folder, errors = tmp_path / "model", tmp_path / "stderr"
     shutil.copytree(GPTQ, folder)
@@ -73,7 +72,7 @@ def run(request, tmp_path, imported):
                 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
                     "1"  # torch's thread pool does not survive a fork either
                 )
-                # torch makes its pool anew in the first thread after a fork, and not safely in two at once
+                # torch creates its pool in the first thread after a fork, which is not safe in two threads
                 alone = threading.Thread(target=torch.set_num_threads, args=(1,))
                 alone.start()
                 alone.join()
@@ -147,7 +146,7 @@ def test_both_sides_of_a_fork_compute_right_results(run, is_in_flight):
     run("fork", is_in_flight)
 
 
-@pytest.mark.slow  # a process of its own imports everything anew
+@pytest.mark.slow  # a new process imports everything again
 def test_the_interpreter_ends_while_a_block_is_read_ahead():
     done = programs.run("faults/end_while_prefetching", GPTQ, "direct", timeout=TIMEOUT, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,6 +1,4 @@
-"""Models whose own code reads, moves or initialises the weights of its layers: what hfq gives them, and what
-it refuses.
-"""
+"""Tests of models whose code reads, moves, or initializes the weights of its layers."""
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ def test_it_runs_in_every_placement_and_is_saved_as_it_was(case, tmp_path):
     models = [load(auto, path, device_map) for device_map in ({"": "cpu"}, {"": "disk"})]
     found = [output(model, inputs) for model in models]
     expected = output(plain, inputs)
-    # float32 sums over panels in another order than over the whole
+    # float32 sums over panels have another order than sums over the whole matrix
     assert (found[0] - expected).norm() <= 1e-5 * expected.norm()
     assert torch.equal(found[0], found[1])
     assert len(models[0].hf_quantizer.loading.quantized) >= 8
@@ -104,7 +102,7 @@ def test_attention_that_takes_its_childs_weight_is_one_block(tmp_path):
 def test_a_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too(
     device_map, tmp_path, monkeypatch
 ):
-    """As Mask2Former's prediction blocks do: what was replaced would compute with weights on meta."""
+    """Mask2Former's prediction layers do so. The replaced layer would compute with meta weights."""
     _, path = write(tmp_path, AutoModelForCausalLM, "llama", LLAMA, r"_proj$")
     expected = output(load(AutoModelForCausalLM, path, device_map), TOKENS)
     made = LlamaMLP.__init__
@@ -121,9 +119,7 @@ def test_a_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too
 
 
 def test_a_head_in_the_midst_of_the_names_is_left_out_by_the_class_without(tmp_path):
-    """LLaVA's files have `language_model.lm_head`; its base model has no head, and no other place of that
-    name.
-    """
+    """LLaVA's files have `language_model.lm_head`, for which its base model has no parameter."""
     text = {
         "model_type": "llama",
         "vocab_size": 80,
@@ -149,7 +145,7 @@ def test_a_head_in_the_midst_of_the_names_is_left_out_by_the_class_without(tmp_p
         expected = whole.model(**TOKENS).last_hidden_state
         assert torch.allclose(
             base(**TOKENS).last_hidden_state, expected, atol=1e-6
-        )  # torch's own products, of other alignment
+        )  # torch's products depend on the alignment
 
 
 def test_a_tied_model_that_stores_its_head_alone_runs_from_disk(tmp_path):

@@ -1,6 +1,4 @@
-"""Mixtures of experts: every scheme that names experts loads, computes what transformers' fused experts do,
-and saves back.
-"""
+"""Tests of mixtures of experts: each naming scheme loads, matches transformers, and saves."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,7 +50,7 @@ def by_expert():
 
 def test_the_logits_are_those_of_transformers_own_experts(written, resident):
     expected = logits(moe_models.plain_model(written.scheme.model, written.plain))
-    # the same weights bit for bit; the products of panels and of grouped experts may sum in another order
+    # the weights are bit-identical, but products of panels and grouped experts may sum in another order
     assert (resident - expected).norm() <= 1e-5 * expected.norm()
     assert (resident - logits(moe_models.plain_model(written.scheme.model))).norm() > 1e-3 * expected.norm()
 
@@ -74,14 +72,15 @@ def test_saving_gives_back_names_and_bytes(path, resident, placement, tmp_path):
 
 
 def expert_of(name: str) -> tuple[int, int] | None:
-    """(layer, expert) of a tensor that transformers' own experts hold, by its name in hfq's model."""
+    """Returns (layer, expert) of an expert tensor of transformers, from its name in hfq's model."""
     parts = name.split(".")
     return (int(parts[2]), int(parts[parts.index("experts") + 1])) if "experts" in parts else None
 
 
 def routed_to(args) -> list[int]:
-    """The experts that transformers' own compute a token with; those of Llama 4 are given it once for each,
-    times its weight.
+    """Returns the experts that transformers routes a token to.
+
+    Experts of Llama 4 each receive the token, multiplied by its weight.
     """
     hidden_states, *index = args
     return (
@@ -115,7 +114,9 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
         expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.quantized
     )
     logits(model, token)
-    assert len(read) == len(wanted) == experts.misses == experts.hits  # the second time all of them are kept
+    assert (
+        len(read) == len(wanted) == experts.misses == experts.hits
+    )  # in the second pass, all of them are in the cache
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -273,5 +274,5 @@ def test_a_training_step_gives_the_dense_parts_gradients_through_the_experts(pat
     for moe, weight in zip((model, plain), embedded, strict=True):
         moe(input_ids=IDS, labels=IDS).loss.backward()
         grads.append(weight.grad)
-    # the products of the backward sum in another order than transformers' grouped ones
+    # products in the backward pass sum in another order than transformers' grouped ones
     assert (grads[0] - grads[1]).norm() <= 1e-4 * grads[1].norm()

@@ -1,6 +1,4 @@
-"""Mixtures of experts whose checkpoint is incomplete, holds something twice or does not fit: each refused by
-name.
-"""
+"""Tests of errors for incomplete, duplicate, or mismatched tensors of experts."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The main job on the tiny trained Llama: placements, generation, gradients, threads, forks, what a load
-reads.
-"""
+"""Tests of the tiny trained Llama: placements, generation, gradients, threads, forks, and reads."""
 
 import copy
 import os
@@ -85,7 +83,7 @@ def test_loading_to_disk_reads_no_codes_and_writes_nothing(path, tmp_path):
 
 
 def quiet(model) -> int:
-    """The bytes read so far, once everything that was begun is read."""
+    """Returns the bytes read, once all started reads are complete."""
     loading = model.hf_quantizer.loading
     for index in range(len(loading.offloader.units)):
         ticket = loading.offloader.buffers.ticket_of(index)
@@ -101,7 +99,7 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
     assert needed == sum(
         info.nbytes for info in loading.checkpoint.tensors.values()
     )  # the tied head reads the embeddings
-    # a block is read from the start of its first page on, and with it what little lies between its tensors
+    # a unit is read from the start of its first page, with the small gaps between its tensors
     sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.buffers.layouts]
     assert needed <= offloader.pass_nbytes < 1.01 * needed
     table = loading.checkpoint.tensors["model.embed_tokens.weight"]
@@ -112,7 +110,7 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
         once = passes * (sum(sizes) + rows)
         assert (
             once <= quiet(model) - before <= once + offloader.buffers.nbytes
-        )  # what is read ahead of the next pass
+        )  # prefetched for the next pass
     assert (offloader.passes, offloader.prefetch_order.prefetch_misses, offloader.buffer_overflows) == (
         3,
         0,
@@ -222,7 +220,7 @@ def test_two_threads_load_and_run_two_models_at_once():
 
 @pytest.fixture
 def one_torch_thread():
-    """OpenMP's threads do not survive a fork."""
+    """Limits torch to one thread, since OpenMP threads do not survive a fork."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,6 +1,4 @@
-"""What hostile reviews found, each once: import orders, other threads, other models' habits, damage that
-looks right.
-"""
+"""Tests of import orders, threads, unusual models, and damage that looks valid."""
 
 import copy
 import json

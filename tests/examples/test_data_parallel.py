@@ -1,5 +1,6 @@
-"""The data-parallel example through `accelerate launch`: all prompts answered, as one process does, from one
-copy of the bytes.
+"""Tests of the data-parallel example through `accelerate launch`.
+
+It answers all prompts in the same way as one process, from one copy of the bytes.
 """
 
 import json
@@ -48,4 +49,4 @@ def test_two_processes_share_the_prompts_and_one_copy_of_the_weights():
     assert len(found["memory"]) == 2
     for in_memory, own_share in found["memory"]:
         assert in_memory > 800_000  # the file has 869,056 bytes
-        assert own_share < 0.6 * in_memory  # a half, but for pages that only one of them has touched
+        assert own_share < 0.6 * in_memory  # half, except for pages that only one process has read

@@ -1,4 +1,4 @@
-"""The notebooks: no outputs in the repository, and every cell runs."""
+"""Tests of the notebooks: no outputs in the repository, and every cell runs."""
 
 import json
 import os

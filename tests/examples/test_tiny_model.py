@@ -1,4 +1,4 @@
-"""The scripts that made the tiny models still make them."""
+"""Tests of the scripts that create the tiny models."""
 
 import importlib.util
 import pydoc_data.topics
@@ -41,10 +41,10 @@ def test_the_trained_model_has_the_perplexity_that_its_card_says():
 
     assert perplexity(model, tokens) == pytest.approx(
         32.298, rel=2e-2
-    )  # the card's figure ends each document with </s>
+    )  # the figure on the model card ends each document with </s>
 
 
-@pytest.mark.slow  # of the script alone, not of hfq
+@pytest.mark.slow  # only the script uses it, not hfq
 def test_training_is_deterministic():
     module = train_tiny()
     tokens = torch.randint(0, module.VOCABULARY, (2000,), generator=torch.Generator().manual_seed(0))
@@ -52,7 +52,7 @@ def test_training_is_deterministic():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.slow  # of the script alone, not of hfq
+@pytest.mark.slow  # only the script uses it, not hfq
 def test_the_script_writes_a_model_with_its_tokenizer_and_text(tmp_path, monkeypatch, capsys):
     module = train_tiny()
     documents = [

@@ -1,5 +1,6 @@
-"""`hfq.fms` without IBM's Foundation Model Stack, or with a version that nobody has tried: named errors. With
-it: tests/interop.
+"""Tests of `hfq.fms` without IBM's Foundation Model Stack, or with an untested version.
+
+tests/interop tests it with the stack.
 """
 
 import subprocess

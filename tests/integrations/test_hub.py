@@ -1,6 +1,4 @@
-"""Models of a hub, planned from their headers: the plan of the whole checkpoint, and nothing that could be
-loaded.
-"""
+"""Tests of plans for models on the Hub, from headers alone."""
 
 import json
 import os
@@ -62,7 +60,7 @@ def refused(path, revision=None):
 
 
 def check_same(hub, name, folder, verb="plan", *options):
-    """The report of a name against that of its folder."""
+    """Compares the report for a Hub id with that for its folder, and returns its text."""
     before = hub.sent
     local, _ = run(verb, folder, *options)
     named, told = run(verb, name, *options)
@@ -124,7 +122,7 @@ def test_verbs_that_need_weights_download_them(hub, tmp_path):
     sent = hub.sent
     found, _ = run("compare", GPTQ, GPTQ, "--revision-b", "v1")
     assert (found["first"], found["second"]) == (GPTQ, GPTQ)
-    assert hub.sent == sent  # the cache of the Hub has it
+    assert hub.sent == sent  # the Hub's cache has it
     done = CliRunner().invoke(app, ["compare", GPTQ, "nobody/no-model"])
     assert done.exit_code == 2
     assert "neither a folder nor an accessible model on the Hub" in done.stderr
@@ -150,7 +148,7 @@ def test_the_cache_of_the_hub_comes_first_if_it_is_whole(hub, tmp_path):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("1" * 40)
     shutil.copy(TINY[GPTQ] / "config.json", snapshot)
-    with find_checkpoint(GPTQ) as found:  # the config alone was downloaded
+    with find_checkpoint(GPTQ) as found:  # only the config was downloaded
         assert found.commit == hub.commit(GPTQ)
     shutil.copy(TINY[GPTQ] / "model.safetensors", snapshot)
     with find_checkpoint(GPTQ) as found:
@@ -224,7 +222,7 @@ def test_answers_that_are_not_what_was_asked_for(hub, faults, what):
     assert error.fix
     assert (
         hub.sent < Checkpoint.open(TINY[GPTQ]).nbytes + 50_000
-    )  # one file at most was begun, and none twice
+    )  # at most one file was started, and none twice
 
 
 def test_who_may_not_see_a_model_is_told_so(hub, monkeypatch):
@@ -244,7 +242,7 @@ def test_what_the_hub_does_not_have(hub, monkeypatch):
     assert "no such revision" in refused(GPTQ, "nowhere").message
     assert (
         "neither a folder nor an accessible model on the Hub" in refused("nobody/a..b").message
-    )  # no name that a hub would have
+    )  # not a valid Hub id
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     error = refused("nobody/no-model")
     assert "HF_HUB_OFFLINE" in error.message

@@ -1,6 +1,4 @@
-"""Automatic device maps under max_memory: packed bytes and the ring are counted, and results do not
-change.
-"""
+"""Tests of automatic device maps with max_memory: memory limits and unchanged results."""
 
 import dataclasses
 import functools
@@ -67,7 +65,7 @@ def total(model) -> int:
 
 
 def planned(model, limits, cache=0):
-    """(device map, budget) that a load of this model would get."""
+    """Returns the (device map, budget) of a load of this model."""
     loading = model.hf_quantizer.loading
     return automatic_map.plan_map(model, loading.match, loading._dtypes, limits, cache)
 

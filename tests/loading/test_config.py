@@ -1,6 +1,4 @@
-"""HfqConfig: every option is kept, every wrong one is named; what is saved is the source dialect's own
-config.
-"""
+"""Tests of HfqConfig: valid and invalid options, and the config that is saved."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is planned from headers is what a load takes: bytes of each home, and of real KV caches."""
+"""Tests that a plan from headers matches the load: bytes on each device, and KV caches."""
 
 import json
 
@@ -83,7 +83,7 @@ def plan(*arguments) -> dict:
 
 
 def measure(model) -> dict[str, int]:
-    """The bytes that a loaded model takes: tensors in memory, tensors that stay in files, and its ring."""
+    """Returns the bytes of a loaded model: tensors in memory, tensors in files, and its offload buffer."""
     loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
     away = [
@@ -108,7 +108,7 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
     whole = plan(path, "--max-model-len", 1)
     parts = whole["devices"]["cpu"]
     work = parts["kv_cache_nbytes"] + parts["activations_nbytes"]
-    enough = int(parts["total_nbytes"] * 1.02)  # a row that is read, and not mapped, has gaps
+    enough = int(parts["total_nbytes"] * 1.02)  # a buffer that is read instead of mapped has gaps
     assert plan(path, "--max-model-len", 1, "--disk", "0B", "--cpu", f"{enough}B")["devices"] == {
         "cpu": parts | {"capacity_nbytes": enough}
     }
@@ -134,11 +134,11 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
         passed, pages = (0, 0) if offloader is None else (offloader.pass_nbytes, 8192 * len(offloader.units))
         assert (
             passed <= planned["moved"]["onloaded_per_step_nbytes"] <= passed + pages
-        )  # a block is read in whole pages
+        )  # a unit is read in whole pages
 
 
 def _least(path, work: int) -> int:
-    """The least memory that does, as the refusal names it."""
+    """Returns the smallest sufficient memory, as the error message states it."""
     done = CliRunner().invoke(app, ["plan", str(path), "--max-model-len", "1", "--cpu", "20000B"])
     assert done.exit_code == 1
     return int(done.exception.expected.split()[2].replace(",", "")) + work

@@ -1,6 +1,4 @@
-"""transformers' own KV caches with every placement: logits are bit-equal to those with all weights in
-memory.
-"""
+"""Tests of transformers' KV caches: logits are bit-identical in every placement."""
 
 import importlib.util
 
@@ -33,7 +31,7 @@ CACHES = {
     },
     "offloaded": {"cache_implementation": "offloaded"},
 }
-HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")  # not every version that hfq supports has it
+HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")  # some supported versions lack it
 NEEDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
 
@@ -81,7 +79,7 @@ def test_a_cache_gives_the_same_logits_wherever_the_weights_rest(models, cache):
 @pytest.mark.skipif(not HAS_FP8, reason="this transformers has no FP8 cache")
 def test_a_quantized_cache_takes_the_bytes_that_are_planned(models):
     layers, _ = kv_layers(models["disk"])
-    tokens = len(PROMPT[0]) + NEW - 1  # the last token that is generated is not computed with
+    tokens = len(PROMPT[0]) + NEW - 1  # the last generated token is not an input
     _, dynamic = generate(models["disk"], "dynamic")
     _, fp8 = generate(models["disk"], "fp8")
     held = [(layer._quantized_keys, layer._quantized_values) for layer in fp8.layers]

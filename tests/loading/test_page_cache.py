@@ -1,4 +1,4 @@
-"""Early reading: only what will be mapped whole in CPU memory is brought in before its home is settled."""
+"""Tests of early reads into the page cache, which only fully mapped checkpoints get."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""How packed rows reach their homes: the plan says it, each cpu_memory holds the same bytes, and memory is
-bounded and shared.
-"""
+"""Tests of read plans: bytes for each `cpu_memory`, limited memory, and shared memory."""
 
 import contextlib
 import functools
@@ -36,9 +34,7 @@ def loader_of(model):
 
 
 def how(model, quantized=True):
-    """What became of each row: {how: number of them}; those whose small tensors are looked at are not
-    counted.
-    """
+    """Returns {kind of read: number of modules}, without the extra reads of small tensors."""
     loading, found = loader_of(model), {}
     for read in loading.read_plan.reads:
         if (read.name in loading.quantized) is quantized and not read.buffer.startswith("checks"):
@@ -54,7 +50,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def misaligned(tmp_path_factory):
-    """The GPTQ model with all tensors one byte further on in the file."""
+    """The GPTQ model with all tensors shifted by one byte in the file."""
     folder = tmp_path_factory.mktemp("misaligned") / "model"
     shutil.copytree(GPTQ, folder)
     content = (GPTQ / "model.safetensors").read_bytes()
@@ -66,7 +62,7 @@ def misaligned(tmp_path_factory):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """A folder that stands for the node's shared memory."""
+    """A folder that replaces the shared memory of the node."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(
@@ -145,7 +141,7 @@ def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
     )
     assert (
         loader_of(model).reader.counters.bytes_read == plan.bytes_read
-    )  # each row once, its small tensors with it
+    )  # each module once, with its small tensors
 
 
 def test_a_row_of_an_arena_is_a_storage_of_its_own():
@@ -165,7 +161,7 @@ def test_staging_is_bounded_and_used_again(expected, monkeypatch):
 
 
 def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, monkeypatch):
-    """`cpu:0` stands for an accelerator: it is another home than `cpu`, and torch knows it."""
+    """`cpu:0` replaces an accelerator: hfq sees another device than `cpu`, and torch knows it."""
     monkeypatch.setattr(read_weights, "plan_reads", functools.partial(plan_reads, staging=100_000))
     model = load()
     loading = loader_of(model)
@@ -222,7 +218,9 @@ def test_without_room_in_shared_memory_each_process_has_its_own(
     model = load(misaligned)
     assert loader_of(model).read_report.shared == 0
     assert torch.equal(logits(model, TOKENS), expected)
-    with pytest.raises(PlacementError, match="do not fit in shared memory"):  # asked for by name
+    with pytest.raises(
+        PlacementError, match="do not fit in shared memory"
+    ):  # requested with cpu_memory="shared"
         load(misaligned, cpu_memory="shared")
 
 
@@ -256,7 +254,10 @@ def test_the_bar_is_shown_as_transformers_says(enabled, capsys, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def shown_bars():
-    """transformers' switch is the process's own: whatever ran before may have turned it off."""
+    """Switches transformers' progress bars on.
+
+    The setting belongs to the process, and an earlier test may have switched it off.
+    """
     was_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.enable_progress_bar()
     yield
@@ -280,7 +281,7 @@ def test_a_small_read_has_no_bar(capsys):
 
 @pytest.fixture
 def cold(tmp_path):
-    """A copy of the model of which no page is in memory."""
+    """A copy of the model with no page in memory."""
     folder = shutil.copytree(FP8, tmp_path / "cold")
     with open(folder / "model.safetensors", "r+b") as stream:
         os.fsync(stream.fileno())
@@ -289,8 +290,9 @@ def cold(tmp_path):
 
 @contextlib.contextmanager
 def evicted(monkeypatch, folder):
-    """Throws the file's pages away when the rows are about to be loaded, after the headers and whatever else
-    was read.
+    """Evicts the pages of a file from the page cache when hfq is about to read weights.
+
+    Headers and other data are read by then.
     """
     file = str(folder / "model.safetensors")
     original = read_weights._worth_bringing_in
@@ -342,7 +344,7 @@ def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, cpu_
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """(folder, bytes) of a model of about 100 MB, nearly all of it FP8."""
+    """(folder, bytes) of a model of about 100 MB, almost all of it FP8."""
     folder, sizes = (
         tmp_path_factory.mktemp("large"),
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6},
@@ -391,7 +393,7 @@ def ask(process):
 @pytest.mark.parametrize("cpu_memory", ["mmap", "shared"])
 def test_two_processes_hold_one_copy_and_little_of_their_own(large, cpu_memory):
     folder, nbytes = large
-    constant = 4 << 20  # the skeleton, the plan, and what the allocator keeps, in each process
+    constant = 4 << 20  # the meta model, the plan, and free memory of the allocator, in each process
     with loaded(folder, cpu_memory) as first, loaded(folder, cpu_memory) as second:
         after_load = [int(process.stdout.readline()) for process in (first, second)]
         touched = [ask(process) for process in (first, second)]

@@ -1,4 +1,4 @@
-"""Layer-major runs: what separate calls give, bit for bit, while every block is read once for all batches."""
+"""Tests of layer-major runs: results of separate calls, with one read per unit for all batches."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_generation_is_that_of_separate_calls_though_batches_differ_in_length_an
 def test_a_batch_that_meets_its_end_early_leaves_the_others_alone(streamed, resident):
     batches = batches_of(3, 6, 4)
     first = generated(resident, batches[0], 6)
-    end = first[0, 4].item()  # the second new token of the first row ends it
+    end = first[0, 4].item()  # the first sequence ends at its second new token
     found = run_batches(streamed, batches, lambda batch: generated(streamed, batch, 6, eos_token_id=[end]))
     expected = [generated(resident, batch, 6, eos_token_id=[end]) for batch in batches]
     assert all(map(torch.equal, found, expected))
@@ -124,7 +124,9 @@ def test_the_blocks_are_read_once_for_each_step_whatever_the_number_of_batches(c
         for layout in model.hf_quantizer.loading.offloader.buffers.layouts
     ]
     once = blocks_read(model) - before
-    assert sum(sizes) / 2 <= once <= sum(sizes)  # less by what the ring still holds of the job before
+    assert (
+        sum(sizes) / 2 <= once <= sum(sizes)
+    )  # fewer, since the offload buffer still holds units of the earlier run
     run_batches(model, batches_of(*range(1, count + 1)), lambda batch: generated(model, batch, 3))
     assert sum(sizes) / 2 <= blocks_read(model) - before - once <= 3 * sum(sizes)
     assert hfq.report(model).offload.prefetch_misses == 0
@@ -323,7 +325,7 @@ def test_a_job_may_call_another_streamed_model(streamed, resident):
 
 @pytest.fixture
 def one_torch_thread():
-    """torch's own threads do not survive a fork."""
+    """Limits torch to one thread, since its thread pool does not survive a fork."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""`hfq.timeline` and what `hfq.report` keeps of it, from the recording to the file that `hfq plot` reads."""
+"""Tests of `hfq.timeline`, from the recording to the file that `hfq plot` reads."""
 
 import json
 

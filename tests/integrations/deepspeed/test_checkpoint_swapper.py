@@ -1,4 +1,4 @@
-"""The checkpoint-backed swapper alone: what it reads, what it keeps, and what it never does."""
+"""Tests of the checkpoint swapper: its reads, its cache, and its limits."""
 
 from types import SimpleNamespace
 
@@ -27,14 +27,14 @@ def file(tmp_path):
 
 
 def parameter(numel: int, dtype: torch.dtype, ds_id: int = 0):
-    """What a swapper sees of a partitioned parameter."""
+    """Returns the attributes of a partitioned parameter that a swapper reads."""
     shard = torch.empty(0, dtype=dtype)
     shard.ds_numel, shard.status = numel, PartitionedParamStatus.AVAILABLE
     return SimpleNamespace(ds_id=ds_id, ds_tensor=shard, dtype=dtype, ds_shape=(2 * numel,))
 
 
 def swapper_of(file, dtype=torch.bfloat16, stored=torch.bfloat16, rank=1, is_direct=False):
-    """(a swapper that holds one of three shards, the parameter, the reader)."""
+    """Returns (a swapper with one of three shards, the parameter, the reader)."""
     checkpoint = Checkpoint.open(file)
     reader = Reader(checkpoint)
     flat = FlatParameter("values", 10_000, 2, ((0, checkpoint.tensors["values"].range),))

@@ -1,4 +1,4 @@
-"""Configs that would corrupt, or that do not do what they seem to, each with its finding."""
+"""Tests of DeepSpeed configs that would corrupt weights or have another effect than expected."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ PLUGIN = {"deepspeed_config_file": "zero3.json", "zero3_init_flag": True}
 
 def check(folder: Path, config: dict, name: str = "accelerate.yaml") -> list[str]:
     (folder / "zero3.json").write_text(json.dumps(GOOD))
-    (folder / name).write_text(yaml.safe_dump(config))  # JSON is written by json below
+    (folder / name).write_text(yaml.safe_dump(config))  # written as JSON below
     return [error.message for error in check_config(folder / name)]
 
 

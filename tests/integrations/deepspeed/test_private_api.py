@@ -1,4 +1,7 @@
-"""Which models an engine of DeepSpeed may be made for; tests/distributed/test_zero3.py makes real ones."""
+"""Tests of the models that a DeepSpeed engine supports.
+
+tests/distributed/test_zero3.py creates real engines.
+"""
 
 import pytest
 from transformers import AutoModelForCausalLM

@@ -1,6 +1,4 @@
-"""DeepSpeed options that would change packed bytes are refused by name, before anything is loaded and without
-a second rank.
-"""
+"""Tests that DeepSpeed options that would change quantized bytes raise errors early."""
 
 import copy
 
@@ -22,7 +20,7 @@ BASE = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_op
 
 
 def config(**sections) -> dict:
-    """The base with these values in its sections."""
+    """Returns the base config with these values in its sections."""
     changed = copy.deepcopy(BASE)
     for section, values in sections.items():
         changed.setdefault(section, {}).update(values)

@@ -1,6 +1,4 @@
-"""What would write a packed weight, or train what cannot be trained, is refused by name before a layer is
-replaced.
-"""
+"""Tests of errors for adapters that would write quantized weights or cannot be trained."""
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ def disk():
 
 
 def refuses(model, config, *expected: str) -> None:
-    """`get_peft_model` raises these words, with a fix, and leaves the model without an adapter."""
+    """Checks that `get_peft_model` raises an error with these words, and adds no adapter."""
     with pytest.raises(SetupError) as caught:
         get_peft_model(model, config)
     for words in (*expected, "No adapter was added", "Fix:"):

@@ -1,6 +1,4 @@
-"""LoRA beside packed modules is LoRA beside the dequantized ones, bit for bit, wherever they rest and however
-it is run.
-"""
+"""Tests that LoRA on quantized modules is bit-identical to LoRA on the dequantized ones."""
 
 import copy
 
@@ -26,7 +24,7 @@ def path(request):
 
 @pytest.fixture(scope="module")
 def plain(path):
-    """The run that all others are compared with: PEFT's own layers on the dequantized weights."""
+    """The reference run: PEFT's own layers on the dequantized weights."""
     return train(adapt(unpack(load(path))))
 
 
@@ -70,7 +68,7 @@ def test_adapters_of_half_precision_models_are_float32_and_agree(dtype):
     options = {
         "dtype": dtype,
         "kernel": "reference",
-    }  # which rounds each weight to the dtype, as the dense model has it
+    }  # rounds each weight to the dtype, as in the unquantized model
     runs = [
         train(adapt(model))
         for model in (unpack(load(**options)), load(**options), load(device_map=DISK, **options))
@@ -159,14 +157,14 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
         )
 
     expected, found = run(plain), run(loaded())
-    if kind == "gpt2":  # Conv1D adds its bias within the multiplication, whose sums round otherwise
+    if kind == "gpt2":  # Conv1D adds its bias inside the product, which rounds differently
         assert found.first_grads.keys() == expected.first_grads.keys()
         torch.testing.assert_close(found.first_grads, expected.first_grads, rtol=1e-4, atol=1e-6)
     else:
         assert found.is_equal(expected)
     if (
         kind != "t5"
-    ):  # torch takes another attention kernel where T5's position bias needs no gradient: docs/explanation/design.md
+    ):  # torch uses another attention kernel if T5's position bias needs no gradient: docs/explanation/design.md
         assert run(loaded(DISK)).is_equal(found)
 
 
@@ -207,7 +205,7 @@ def test_all_linear_names_what_peft_names_on_the_dequantized_model():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(a folder of adapters, their logits, their tokens, the logits without them)."""
+    """(folder of adapters, their logits, their tokens, logits without them)."""
     model = train(adapt(load())).model
     folder = tmp_path_factory.mktemp("adapter")
     found = logits(model)
@@ -230,9 +228,7 @@ def test_adapters_are_saved_alone_and_loaded_into_any_placement(trained, device_
     model = PeftModel.from_pretrained(load(device_map=device_map), folder)
     assert torch.equal(logits(model), expected)
     assert torch.equal(generated(model), tokens)
-    assert not any(
-        hasattr(module, "_hf_hook") for module in model.modules()
-    )  # accelerate was not asked to place it
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate did not place it
     assert (getattr(model.get_base_model(), "hf_device_map", None) is None) == (device_map is None)
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
@@ -247,7 +243,7 @@ def test_adapters_of_a_packed_model_fit_the_unquantized_one(trained):
         AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama", dtype=torch.float32), folder
     )
     found = logits(plain)
-    assert (found - expected).norm() < 0.5 * expected.norm()  # the base is another one: 4 bits against 16
+    assert (found - expected).norm() < 0.5 * expected.norm()  # another base: 16 bits instead of 4
     torch.testing.assert_close(
         logits(plain.merge_and_unload()), found, rtol=1e-3, atol=1e-3
     )  # merging rounds
@@ -267,7 +263,7 @@ def test_several_adapters_stand_beside_one_base(trained, device_map):
         mixed = model.eval()(input_ids=TOKENS, adapter_names=["first", "__base__"]).logits
     torch.testing.assert_close(
         mixed, torch.stack([expected[0], base[1]])
-    )  # rows are multiplied in other groups than before
+    )  # rows are multiplied in other groups
     model.add_weighted_adapter(["first", "other"], [1.0, 1.0], "both", combination_type="cat")
     model.set_adapter("both")
     assert not torch.equal(logits(model), expected)

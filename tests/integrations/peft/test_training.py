@@ -1,6 +1,4 @@
-"""Trainer on packed models: what it accepts, its checkpoints, and that a resumed run is the run that was not
-stopped.
-"""
+"""Tests of Trainer with quantized models: arguments, checkpoints, and resumed runs."""
 
 import importlib.util
 import sys
@@ -60,7 +58,7 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """(losses, adapters, evaluation, folder) of a run that was not stopped."""
+    """(losses, adapters, evaluation, folder) of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("run")
     model = adapt(load(), lora_dropout=0.1)
     run = trainer(model, folder)
@@ -142,13 +140,13 @@ def test_pefts_own_preparation_still_casts_models_that_are_not_hfqs():
 def test_hfq_does_not_import_peft_and_changes_it_when_it_is_imported():
     done = programs.run("import_peft_after_hfq", timeout=120)
     assert done.returncode == 0, done.stderr
-    assert hasattr(PeftModel.load_adapter, "__wrapped__")  # imported before hfq, by this file's helpers
+    assert hasattr(PeftModel.load_adapter, "__wrapped__")  # the helpers of this file import it before hfq
 
 
 def run_example(monkeypatch, *arguments: str) -> None:
     spec = importlib.util.spec_from_file_location("finetune_lora", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "finetune_lora", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "finetune_lora", module)  # dataclasses look up their module
     spec.loader.exec_module(module)
     options = [
         "--max_steps",

@@ -1,6 +1,4 @@
-"""Each place of a model is filled by one stored tensor: a second one under another of its names is refused,
-not chosen from.
-"""
+"""Tests of matching: a second stored tensor for one parameter raises an error."""
 
 import json
 

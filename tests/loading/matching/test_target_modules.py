@@ -1,5 +1,6 @@
-"""A linear layer `gate_up_proj` that a checkpoint stores as gate_proj and up_proj, as gptqmodel does those of
-Phi-3 and GLM.
+"""Tests of `gate_up_proj` layers that are stored as gate_proj and up_proj.
+
+gptqmodel writes those of Phi-3 and GLM in this way.
 """
 
 import json
@@ -49,9 +50,7 @@ def plain_model(family):
 
 
 def write(family):
-    """(the tensors of a checkpoint in which every layer of a block is packed, a plain model of the weights
-    they stand for).
-    """
+    """Returns (tensors of a checkpoint with all decoder layers quantized, plain model with the same weights)."""
     model, tensors = plain_model(family), {}
     state = model.state_dict()
     for name, tensor in state.items():
@@ -94,7 +93,7 @@ def test_the_logits_are_those_of_the_fused_layer_and_a_save_keeps_the_halves(fam
     assert isinstance(joined, ConcatLinear)
     assert list(joined) == ["gate_proj", "up_proj"]
     found, expected = logits(model, IDS), logits(plain, IDS)
-    # the same weights bit for bit; the products may sum in another order
+    # the weights are bit-identical, but the products may sum in another order
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     assert (found - logits(plain_model(family), IDS)).norm() > 1e-3 * expected.norm()
     model.save_pretrained(tmp_path / "saved")
@@ -135,7 +134,7 @@ def test_halves_may_be_dense(tmp_path):
     expected = logits(load(save(tmp_path / "packed", "phi3", tensors)), IDS)
     assert (
         found - expected
-    ).norm() <= 1e-5 * expected.norm()  # torch's product of a dense weight sums in its own order
+    ).norm() <= 1e-5 * expected.norm()  # torch's product with an unquantized weight may sum in another order
 
 
 def test_a_half_that_is_missing_and_a_whole_beside_its_halves_are_refused(tmp_path):
@@ -153,8 +152,8 @@ def test_a_half_that_is_missing_and_a_whole_beside_its_halves_are_refused(tmp_pa
 
 
 def test_the_audio_layers_of_phi_4_take_the_up_channels_first():
-    """As their forward says, `up_states, gate = up_states.chunk(2, dim=-1)`; gptqmodel's gate_proj is the
-    second half there.
+    """Their forward has `up_states, gate = up_states.chunk(2, dim=-1)`, so gptqmodel's gate_proj is the
+    second half.
     """
     assert halves_of(Phi4MultimodalAudioMLP.__new__(Phi4MultimodalAudioMLP)) == ("up_proj", "gate_proj")
     assert halves_of(Phi4MultimodalMLP.__new__(Phi4MultimodalMLP)) == ("gate_proj", "up_proj")

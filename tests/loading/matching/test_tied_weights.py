@@ -1,6 +1,4 @@
-"""A head that is tied to an embedding which is stored packed, as mlx-lm writes them: one pair of modules, one
-set of bytes.
-"""
+"""Tests of heads that are tied to a quantized embedding, as mlx-lm writes them."""
 
 import json
 
@@ -18,7 +16,7 @@ IDS = torch.tensor([[1, 40, 77, 9]])
 
 
 def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
-    """As mlx-lm: no quant_method, and `quantization` in config.json."""
+    """Writes a checkpoint in the form of mlx-lm: no quant_method, and `quantization` in config.json."""
     tensors = tiny_models.onloaded_tensors(Mlx())
     weight = tensors.pop("model.embed_tokens.weight").float()
     del tensors["lm_head.weight"]
@@ -47,14 +45,14 @@ def test_a_tied_head_multiplies_with_the_embeddings_bytes(stored, tmp_path):
     for device_map in (None, {"": "cpu", EMBEDDING: "disk"}, {"": "disk"}):
         model = load(path, device_map)
         assert torch.equal(logits(model, IDS), expected)
-        model.tie_weights()  # as transformers does again on its own account
+        model.tie_weights()  # transformers ties the weights a second time
         assert torch.equal(logits(model, IDS), expected)
     model.save_pretrained(tmp_path / "saved")
     saved, source = (tiny_models.digests(folder) for folder in (tmp_path / "saved", path))
     assert saved.keys() == source.keys()
     assert all(
         saved[name] == source[name] for name in source if "norm" not in name
-    )  # norms are in float32 now
+    )  # norms are in float32 here
     assert torch.equal(logits(load(tmp_path / "saved"), IDS), expected)
 
 
@@ -64,7 +62,7 @@ def test_both_stored_under_a_config_that_ties_them_are_refused(tmp_path):
 
 
 def test_a_dense_head_beside_a_packed_embedding_that_it_is_tied_to_is_refused(tmp_path):
-    """One of the two would be left out without a word."""
+    """One of the two would be ignored silently."""
     path = write(tmp_path)
     tensors = tiny_models.stored_tensors(path) | {"lm_head.weight": torch.ones(96, 128)}
     config = (path / "config.json").read_text()

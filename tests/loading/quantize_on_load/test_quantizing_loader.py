@@ -1,6 +1,4 @@
-"""Packing while loading: the bytes that `hfq.quantize` writes, in every home, one layer at a time, and
-nothing left behind.
-"""
+"""Tests of quantize on load: bytes of `hfq.quantize` on every device, peak memory, and cleanup."""
 
 import errno
 import gc
@@ -34,11 +32,11 @@ TOKENS = torch.arange(3, 40)[None]
 SMALL = torch.arange(12)[None]
 SKIPPED = ["model.layers.1.mlp"]
 SPLIT = {"": "cpu", "model.layers.0.mlp": "disk", "model.layers.2": "disk", "lm_head": "disk"}
-DEVICES = [None, {"": "disk"}, SPLIT, "auto"]  # "auto" under a limit that sends a part to disk
+DEVICES = [None, {"": "disk"}, SPLIT, "auto"]  # "auto" with a limit that puts a part on disk
 
 
 def config_of(options):
-    """The config of options of which some are those of a recipe."""
+    """Returns the config for options of `HfqConfig` and of a recipe."""
     recipe = {name: value for name, value in options.items() if name in RECIPE_OPTIONS}
     others = {name: value for name, value in options.items() if name not in RECIPE_OPTIONS}
     return HfqConfig(quantize_weights=Recipe(**recipe) if recipe else None, **others)
@@ -55,8 +53,9 @@ def load(path, device_map=None, folder=None, max_memory=None, **options):
 
 
 def private_files():
-    """The bytes of each file without a name that this process holds open, by inode: a map holds a descriptor
-    of its own.
+    """Returns the bytes of each unnamed file that this process holds open, by inode.
+
+    A memory map holds its own descriptor.
     """
     gc.collect()
     found = {}
@@ -82,7 +81,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What `hfq quantize --method rtn` writes of the trained model."""
+    """The output of `hfq quantize --method rtn` for the trained model."""
     folder = tmp_path_factory.mktemp("written") / "rtn"
     hfq.quantize(
         SOURCE, Recipe("rtn", bits=3, group_size=64), output_dir=folder, modules_to_not_convert=SKIPPED
@@ -196,13 +195,14 @@ def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family,
 
 
 def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
-    """The peak while 78 MB of bfloat16 are packed: what stays (the ring of a streamed model, or the packed
-    one) and 32 MB.
+    """The peak while 78 MB of bfloat16 are quantized is the memory that stays, plus 32 MB.
+
+    The offload buffer or the quantized model stays.
     """
     architecture = Architecture(512, 8)
     source = make_checkpoint(tmp_path, architecture, "bf16")
     floats = sum(tensor.nbytes for tensor in architecture.tensors(LAYOUTS["bf16"]).values())
-    load(SOURCE, {"": "disk"}, folder, method="w4a16")  # what is imported and compiled once
+    load(SOURCE, {"": "disk"}, folder, method="w4a16")  # imports and compiles everything once
     for device_map in ({"": "disk"}, {"": "cpu"}):
         gc.collect()
         try:
@@ -250,7 +250,7 @@ def test_what_cannot_be_packed_is_refused_by_name(options, arguments, error, nam
 
 
 def test_under_deepspeed_zero_3_is_refused_and_memory_that_nothing_maps_is_given_back(small):
-    """DeepSpeed casts tensors that lie one by one, so that rows are copied from where they were packed."""
+    """DeepSpeed casts tensors separately, so the flat buffers are copies of the private files."""
     pytest.importorskip("deepspeed")
     from transformers.integrations import HfDeepSpeedConfig
 

@@ -1,6 +1,4 @@
-"""What cannot go together with tensor parallelism is refused before anything is opened; one process alone
-loads as ever.
-"""
+"""Tests of options that tensor parallelism excludes, and of loads with one rank."""
 
 import contextlib
 import logging
@@ -65,8 +63,9 @@ def test_a_distributed_checkpoint_of_packed_layers_is_refused(tmp_path):
 
 @pytest.mark.parametrize("is_halved", [False, True])
 def test_experts_cut_across_gate_and_up_channels_are_not_cut_again(is_halved):
-    """gptqmodel's of gpt-oss: rows of one half are of other channels than the down projection's columns
-    beside them.
+    """In gptqmodel's files of gpt-oss, the halves interleave gate and up channels.
+
+    Rows of one half then differ from the matching columns of the down projection.
     """
     experts = "model.layers.0.mlp.experts"
     match = SimpleNamespace(experts={experts: SimpleNamespace(is_halved=is_halved)})
