@@ -68,7 +68,7 @@ def test_a_named_kernel_that_cannot_read_a_layer_is_named(native, tmp_path, capl
     case = next(case for case in CASES if "hqq" in case.id)
     load = AutoModelForCausalLM.from_pretrained
     load(write_dialect(tmp_path / "hqq", case), quantization_config=HfqConfig(kernel="cpp"))
-    assert "cannot multiply 14 packed layers, which torch does" in caplog.text
+    assert "cannot multiply 14 quantized layers. torch does this instead" in caplog.text
     caplog.clear()
     load(PATHS["gptq"], quantization_config=HfqConfig(kernel="cpp"))
     assert "cannot multiply" not in caplog.text

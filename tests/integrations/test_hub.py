@@ -206,7 +206,7 @@ def test_shards_that_lie_in_folders_of_their_own(hub, tmp_path):
     ("faults", "what"),
     [
         ({"no ranges"}, "does not support range requests"),
-        ({"cut"}, "cut short"),
+        ({"cut"}, "too short"),
         ({"other tag"}, "changed while hfq read it"),
         ({"other size"}, "changed while hfq read it"),
         ({"other commit"}, "changed while hfq read it"),

@@ -193,7 +193,7 @@ def _check_parameters(config: Any, model: Any, fixed: dict[str, nn.Module]) -> N
                     'target_parameters for target_modules="all-linear".)',
                     "unquantized parameters in memory",
                     name,
-                    "Name the attention layers in target_modules. LoRA cannot target quantized experts.",
+                    "Name the attention layers in target_modules. LoRA on quantized experts is unsupported.",
                 )
 
 

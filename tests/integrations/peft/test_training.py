@@ -122,7 +122,7 @@ def test_checkpointing_is_left_off_where_it_is_not_wanted():
 
 def test_what_cannot_be_prepared_is_refused():
     with pytest.raises(
-        SetupError, match=r"(?s)has adapters.*Fix: call prepare_model_for_kbit_training before"
+        SetupError, match=r"(?s)would freeze the adapters.*Fix: Call prepare_model_for_kbit_training before"
     ):
         prepare_model(adapt(load()).base_model.model)
     with pytest.raises(SetupError, match="was not loaded by hfq"):

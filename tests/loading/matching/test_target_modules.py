@@ -50,7 +50,7 @@ def plain_model(family):
 
 
 def write(family):
-    """Returns (tensors of a checkpoint with all decoder layers quantized, plain model with the same weights)."""
+    """Returns (checkpoint tensors with quantized decoder layers, plain model with the same weights)."""
     model, tensors = plain_model(family), {}
     state = model.state_dict()
     for name, tensor in state.items():
@@ -152,8 +152,9 @@ def test_a_half_that_is_missing_and_a_whole_beside_its_halves_are_refused(tmp_pa
 
 
 def test_the_audio_layers_of_phi_4_take_the_up_channels_first():
-    """Their forward has `up_states, gate = up_states.chunk(2, dim=-1)`, so gptqmodel's gate_proj is the
-    second half.
+    """The second chunk of the output is the gate: gptqmodel's gate_proj is the second half.
+
+    Its forward has `up_states, gate = up_states.chunk(2, dim=-1)`.
     """
     assert halves_of(Phi4MultimodalAudioMLP.__new__(Phi4MultimodalAudioMLP)) == ("up_proj", "gate_proj")
     assert halves_of(Phi4MultimodalMLP.__new__(Phi4MultimodalMLP)) == ("gate_proj", "up_proj")
@@ -161,6 +162,6 @@ def test_the_audio_layers_of_phi_4_take_the_up_channels_first():
 
 def test_halves_are_not_cut_for_tensor_parallelism():
     plan = {"model.layers.*.mlp.gate_up_proj": "colwise"}
-    with pytest.raises(PlacementError, match=r"(?s)packed half of it"):
+    with pytest.raises(PlacementError, match=r"(?s)quantized half of it"):
         _axis(f"{FUSED}.up_proj", SimpleNamespace(), plan, "half")
     assert _axis(f"{FUSED}.up_proj", SimpleNamespace(), {}, "half") is None

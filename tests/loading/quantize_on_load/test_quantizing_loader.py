@@ -186,7 +186,7 @@ def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(
 @pytest.mark.parametrize("kind", ["gpt_oss"])
 def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family, kind):
     with pytest.raises(
-        SetupError, match=r"(?s)experts as one tensor.*modules_to_not_convert=\['mlp.experts'\]"
+        SetupError, match=r"(?s)experts in one tensor.*modules_to_not_convert=\['mlp.experts'\]"
     ):
         load(family, method="rtn", group_size=32)
     model = load(family, method="rtn", group_size=32, modules_to_not_convert=["mlp.experts"])
@@ -327,5 +327,5 @@ def test_direct_reads_and_checksums_work_on_private_files(folder, expected):
 
 def test_loads_that_cannot_pack_refuse_the_method():
     refuse_quantize_on_load(HfqConfig(), "hfq.fms.load")
-    with pytest.raises(SetupError, match=r"(?s)hfq\.fms\.load loads what is quantized already.*method='fp8'"):
+    with pytest.raises(SetupError, match=r"(?s)hfq\.fms\.load does not quantize on load.*method='fp8'"):
         refuse_quantize_on_load(HfqConfig(quantize_weights=Recipe("fp8")), "hfq.fms.load")
