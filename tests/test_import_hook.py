@@ -25,7 +25,7 @@ RUNS = {
     "hfq after": ("from transformers import AutoModelForCausalLM\nimport hfq", (CHECK, PLAIN, GUARD)),
     "forked": ("import hfq\nfrom transformers import AutoModelForCausalLM", (BOTH_SIDES,)),
 }
-"""Names of runs: what is imported, and which programs are run after it, in one process each."""
+"""Runs by name: their imports, and the programs that run after them, each in one process."""
 
 
 @pytest.fixture(scope="module")

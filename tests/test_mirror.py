@@ -20,7 +20,7 @@ SUBJECTS = {
     "formats/test_goldens": "files that other projects' tools wrote, of every format",
     "plots/test_browser": "the page in a real browser",
 }
-"""Files about something else, and what that is."""
+"""Files that test something else, with their subject."""
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -198,7 +198,7 @@ def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str
 
 
 def kind_of_weight(weight_format: Format, dtype: str) -> str:
-    """Returns the name that a machine profile gives to products with such weights and this dtype."""
+    """Returns the name in a machine profile of products with such weights and this dtype."""
     return f"{weight_format.name} {weight_format.bits_per_code}-bit {dtype}"
 
 

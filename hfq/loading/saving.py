@@ -40,7 +40,7 @@ def stored_state(
     Args:
         model: The loaded model.
         match: Places of its tensors in the checkpoint.
-        quantized: Its quantized modules by name.
+        quantized: Its quantized modules, keyed by module name.
         checkpoint: The checkpoint.
         reader: Reader of the checkpoint.
         conversions: transformers' conversions of this model.

@@ -28,7 +28,7 @@ __all__ = [
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Returns the dtype of each tensor after the load.
 
-    It is the dtype in the meta model, except for tensors that transformers keeps in float32 by name.
+    It is the dtype in the meta model, except for tensors whose names transformers keeps in float32.
     """
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan = model._get_dtype_plan(dtype or model.dtype)

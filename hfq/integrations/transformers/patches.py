@@ -4,8 +4,8 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
 
 1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream rejects a config of another class than the
    checkpoint's ("The model is quantized with X but you are passing a HfqConfig config",
-   `merge_quantization_configs`), and skips unknown methods with a warning. hfq uses the checkpoint's config
-   as its source instead. `hfq.pretrained_config` needs no patch.
+   `merge_quantization_configs`). It skips unknown methods with a warning. hfq uses the checkpoint's config as
+   its source instead. `hfq.pretrained_config` needs no patch.
 2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before it
    calls a quantizer. A wrong path, a damaged shard, or an impossible size then appears as an error of another
    library, or ends the process. hfq validates a local folder first, and raises an error for unsupported

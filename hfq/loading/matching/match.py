@@ -44,8 +44,8 @@ class CheckpointMatch:
     """Stored tensors of the quantized modules and the unquantized parameters of a model.
 
     Attributes:
-        quantized: Quantized modules, by name in the model.
-        unquantized: Stored tensor of each unquantized parameter, by name in the model.
+        quantized: Quantized modules, keyed by the name in the model.
+        unquantized: Stored tensor of each unquantized parameter, keyed by the name in the model.
         merged: Unquantized parameters that transformers merges from several stored tensors, with their names.
         experts: Fused experts that the checkpoint stores separately.
         halved: Linear layers that the checkpoint stores as two layers.

@@ -27,10 +27,10 @@ def find_offload_units(
     Args:
         model: The loaded model; each module of a class in its `_no_split_modules` is one unit.
         match: Places of its tensors in the checkpoint.
-        quantized: Offloaded quantized modules, by name. Experts among them are left out, since they are read
-            when they are routed to.
+        quantized: Offloaded quantized modules, keyed by module name. Experts among them are left
+            out, since they are read when they are routed to.
         hidden: Names of the unquantized tensors that transformers did not load.
-        devices: Device of every tensor, by name.
+        devices: Device of every tensor, keyed by tensor name.
     """
     unquantized: dict[str, list[UnquantizedParameter]] = {}
     for name in sorted(hidden):

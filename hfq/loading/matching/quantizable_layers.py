@@ -46,7 +46,7 @@ def optimum_gptq(module: str) -> ModuleType:
 
 
 def find_decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the decoder layers of a model by name, in order.
+    """Returns the decoder layers of a model in order, keyed by their names.
 
     Raises:
         SetupError: optimum knows no decoder layers of this architecture.

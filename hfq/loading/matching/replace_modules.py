@@ -39,7 +39,7 @@ def replace_modules(
         dtypes: Dtype of each tensor of the meta model after the load.
 
     Returns:
-        The quantized modules, by name.
+        The quantized modules, keyed by module name.
 
     Raises:
         SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.

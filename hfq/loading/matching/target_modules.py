@@ -181,7 +181,7 @@ def pack_weight(module: nn.Module, quantized: nn.Module) -> None:
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:
-    """Returns every module with fused experts, by name.
+    """Returns every module with fused experts, keyed by module name.
 
     Finds modules that use transformers' `use_experts_implementation`, and those of Llama 4.
     """

@@ -22,11 +22,11 @@ def shared_heads(
 
     Args:
         model: The meta model, before any module is replaced; it loses these ties.
-        quantized: Quantized modules, by name in the model.
-        unquantized: Unquantized tensors, by name in the model; a stored head stays a conflict.
+        quantized: Quantized modules, keyed by the name in the model.
+        unquantized: Unquantized tensors, keyed by the name in the model; a stored head stays a conflict.
 
     Returns:
-        The layers by name, each with the tensors of the layer that it is tied to.
+        The layers, keyed by module name, each with the tensors of the layer that it is tied to.
     """
     found = {}
     for pair in list(model.all_tied_weights_keys.items()):

@@ -48,7 +48,7 @@ class SlicedLoader(ModelLoader):
     Attributes:
         rank: This rank.
         world: Number of ranks.
-        slices: Slice of this rank, for each quantized layer that is cut, by name.
+        slices: Slice of this rank, for each quantized layer that is cut, keyed by module name.
         parts: Part of each stored tensor that this rank holds, {layer: {local name: part}}.
     """
 
