@@ -156,7 +156,7 @@ class HfqConfig(QuantizationConfigMixin):
         return f"HfqConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def _options(self) -> dict[str, Any]:
-        """Returns all options as JSON-ready data, with the quantization config of the checkpoint if known."""
+        """Returns all options as JSON-ready data, and the source quantization config if known."""
         options = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
         if self.quantize_weights is not None:
             options["quantize_weights"] = self.quantize_weights.chosen()

@@ -63,7 +63,10 @@ def remember_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def opened_checkpoint(files: list[str]) -> Checkpoint:
-    """Returns the checkpoint of these files, and validates headers that the load has not validated."""
+    """Returns the checkpoint of these files.
+
+    Validates their headers unless the load has done so.
+    """
     checkpoint = _current.get().checkpoint
     if checkpoint is not None and set(checkpoint.headers) == set(files):
         return checkpoint

@@ -1,4 +1,4 @@
-"""Plan of a checkpoint from its headers, made with the meta model, match, and plan of the loader."""
+"""Plan of a checkpoint from its headers, made by the loader's own steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and files that `save_pretrained` writes: the checkpoint's own names and quantized bytes."""
+"""Tensors and files that `save_pretrained` writes, with the checkpoint's names and bytes."""
 
 from __future__ import annotations
 

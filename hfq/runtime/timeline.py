@@ -125,7 +125,10 @@ def _noted(module: nn.Module, note: Callable[[Any], None], recorder: Recorder) -
 
 
 def _units(name: str, module: nn.Module, whole: set[str]) -> Iterable[tuple[str, nn.Module]]:
-    """Yields the modules that `find_offload_units` would use as units: decoder layers and leaves."""
+    """Yields the decoder layers and leaves of a model.
+
+    `find_offload_units` uses the same modules as units if they are offloaded.
+    """
     children = list(module.named_children())
     if type(module).__name__ in whole or not children:
         if next(module.parameters(), None) is not None:

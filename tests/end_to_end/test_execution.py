@@ -66,7 +66,10 @@ def test_a_wrong_option_is_named(option, value):
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """write(case, more) → a model whose layers all have one format variant, with more config entries."""
+    """write(case, more) → a model whose layers all have one format variant.
+
+    `more` adds entries to its config.
+    """
 
     def write(name: str, more=None):
         case = next(case for case in CASES if case.id == name)

@@ -1,4 +1,7 @@
-"""Tests of faults while a model is offloaded: the process must end by an exception, never a signal."""
+"""Tests of faults while a model is offloaded.
+
+Each process must end by an exception, never by a signal.
+"""
 
 import gc
 import os

@@ -59,7 +59,10 @@ def test_an_input_that_was_moved_to_meta_is_refused(tmp_path):
 
 
 def test_attention_that_takes_its_childs_weight_is_one_block(tmp_path):
-    """`nn.MultiheadAttention` never calls its `out_proj`; Aria's projector has one outside of every layer."""
+    """`nn.MultiheadAttention` never calls its `out_proj`.
+
+    Aria's projector has one outside of every layer.
+    """
     text = {
         "model_type": "aria_text",
         "vocab_size": 80,

@@ -1,4 +1,7 @@
-"""Tests of the tiny trained Llama: placements, generation, gradients, threads, forks, and reads."""
+"""Tests of the tiny trained Llama in all placements.
+
+They cover generation, gradients, threads, forks, and the reads of a load.
+"""
 
 import copy
 import os

@@ -83,7 +83,10 @@ def plan(*arguments) -> dict:
 
 
 def measure(model) -> dict[str, int]:
-    """Returns the bytes of a loaded model: tensors in memory, tensors in files, and its offload buffer."""
+    """Returns the bytes of a loaded model.
+
+    Counts tensors in memory, tensors in files, and its offload buffer.
+    """
     loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
     away = [

@@ -1,4 +1,4 @@
-"""Tests of layer-major runs: results of separate calls, with one read per unit for all batches."""
+"""Tests of layer-major runs: equal results, with one read per unit for all batches."""
 
 import json
 import os

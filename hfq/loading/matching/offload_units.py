@@ -46,7 +46,10 @@ def find_offload_units(
 
 
 def stored_place(name: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
-    """Returns the stored tensor of a parameter, or of one that is tied to it; None if neither is stored."""
+    """Returns the stored tensor of a parameter, or of one that is tied to it.
+
+    Returns None if neither is stored.
+    """
     if name in match.unquantized:
         return match.unquantized[name]
     ties = model.all_tied_weights_keys

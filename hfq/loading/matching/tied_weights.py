@@ -1,4 +1,4 @@
-"""Output heads that are tied to a quantized embedding, so that two modules read the same bytes."""
+"""Output heads that are tied to a quantized embedding, whose bytes both modules read."""
 
 from __future__ import annotations
 

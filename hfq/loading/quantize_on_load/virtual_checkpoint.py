@@ -1,4 +1,4 @@
-"""Quantized checkpoint that a float checkpoint is matched as while it is quantized on load.
+"""Quantized checkpoint that a load matches while it quantizes a float checkpoint.
 
 It has the tensors that `hfq.quantize` would write, with the same names, dtypes, and shapes. All later steps
 (matching, plan, placement, offloading, and saving) treat it as a quantized checkpoint on disk.
@@ -194,7 +194,10 @@ def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, 
 
 
 def _stored_module(name: str, match: CheckpointMatch) -> str:
-    """Returns the stored name of a layer, or its own name if it is not stored, such as a tied head."""
+    """Returns the stored name of a layer.
+
+    Returns its own name if it is not stored, for example a tied head.
+    """
     info = (
         match.quantized[name].infos["weight"]
         if name in match.quantized

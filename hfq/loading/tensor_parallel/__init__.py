@@ -1,1 +1,1 @@
-"""Loads one slice of each layer per rank."""
+"""Loading under tensor parallelism, with one slice of each layer per rank."""

@@ -1,4 +1,4 @@
-"""Tests of DeepSpeed configs that would corrupt weights or have another effect than expected."""
+"""Tests of DeepSpeed configs that corrupt weights or have another effect than expected."""
 
 import json
 from pathlib import Path

@@ -50,7 +50,7 @@ def plain_model(family):
 
 
 def write(family):
-    """Returns (checkpoint tensors with quantized decoder layers, plain model with the same weights)."""
+    """Returns (tensors of a quantized checkpoint, plain model with the same weights)."""
     model, tensors = plain_model(family), {}
     state = model.state_dict()
     for name, tensor in state.items():

@@ -16,7 +16,10 @@ IDS = torch.tensor([[1, 40, 77, 9]])
 
 
 def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
-    """Writes a checkpoint in the form of mlx-lm: no quant_method, and `quantization` in config.json."""
+    """Writes a checkpoint in the form of mlx-lm.
+
+    Its config.json has `quantization` and no quant_method.
+    """
     tensors = tiny_models.onloaded_tensors(Mlx())
     weight = tensors.pop("model.embed_tokens.weight").float()
     del tensors["lm_head.weight"]

@@ -1,4 +1,4 @@
-"""Tests of quantize on load: bytes of `hfq.quantize` on every device, peak memory, and cleanup."""
+"""Tests of quantize on load: bytes on every device, peak memory, and cleanup."""
 
 import errno
 import gc
