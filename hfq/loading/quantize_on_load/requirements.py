@@ -25,7 +25,10 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
     if recipe is None:
         return
     problems = {
-        f"method={recipe.method!r}, which needs calibration data": (recipe.needs_calibration, _WRITTEN),
+        f"quantize_weights={recipe.method!r}, which needs calibration data": (
+            recipe.needs_calibration,
+            _WRITTEN,
+        ),
         "an active ZeRO-3 config": (is_zero3(), _WRITTEN),
         "tensor parallelism": (has_ranks, _WRITTEN),
         f"cpu_memory={config.cpu_memory!r}": (
@@ -55,6 +58,6 @@ def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
         raise SetupError(
             f"{caller} does not quantize on load. Nothing was loaded.",
             expected="no quantize_weights",
-            found=f"method={config.recipe.method!r}",
+            found=f"quantize_weights={config.recipe.method!r}",
             fix=_WRITTEN,
         )

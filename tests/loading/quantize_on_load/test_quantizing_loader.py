@@ -225,7 +225,7 @@ def _status(field):
 
 
 REFUSED = [
-    ({"method": "gptq"}, {}, SetupError, r"method='gptq', which needs calibration data"),
+    ({"method": "gptq"}, {}, SetupError, r"quantize_weights='gptq', which needs calibration data"),
     ({"method": "rtn"}, {"tp_plan": "auto"}, SetupError, "tensor parallelism"),
     ({"method": "rtn", "cpu_memory": "shared"}, {}, SetupError, "cpu_memory='shared'"),
     ({"method": "rtn", "cpu_memory": "private"}, {}, SetupError, "cpu_memory='private'"),
@@ -327,5 +327,7 @@ def test_direct_reads_and_checksums_work_on_private_files(folder, expected):
 
 def test_loads_that_cannot_pack_refuse_the_method():
     refuse_quantize_on_load(HfqConfig(), "hfq.fms.load")
-    with pytest.raises(SetupError, match=r"(?s)hfq\.fms\.load does not quantize on load.*method='fp8'"):
+    with pytest.raises(
+        SetupError, match=r"(?s)hfq\.fms\.load does not quantize on load.*quantize_weights='fp8'"
+    ):
         refuse_quantize_on_load(HfqConfig(quantize_weights=Recipe("fp8")), "hfq.fms.load")
