@@ -150,7 +150,7 @@ class Zero3Loader(ModelLoader):
             error = failure
         finally:
             self._gathered = None
-        raise_together(error, "what was saved is not complete")
+        raise_together(error, "The saved model is incomplete")
 
     def describe_shards(self) -> str:
         """What this rank keeps and has read, in one line."""
