@@ -12,8 +12,8 @@ PAGES = {
     "docs/reference/formats.md": formats.as_markdown,
     "docs/reference/placements.md": placements.as_markdown,
 }
-WITH_TABLES = ("README.md", "docs/how_to/choose_a_device_map.md")
-"""Pages in which only the tables between two comments are made."""
+WITH_TABLES = ("README.md", "docs/explanation/when_offloading_pays.md")
+"""Pages in which only the tables between two comments are generated."""
 
 
 def main() -> None:

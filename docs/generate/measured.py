@@ -1,6 +1,4 @@
-"""Tables of the README and of the guides with numbers of docs/benchmarks: each stands between two comments
-and is made anew.
-"""
+"""Tables of pages with figures of docs/benchmarks, written between two comments of each page."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ Row = dict[str, str]
 
 
 def read_table(page: str, title: str) -> list[Row]:
-    """The rows of a table in `docs/benchmarks/{page}.md`, {column: cell}."""
+    """Returns the rows of a table in `docs/benchmarks/{page}.md`, each as {column: cell}."""
     section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", _text(page), re.DOTALL | re.MULTILINE)[
         1
     ]
@@ -32,12 +30,12 @@ def read_table(page: str, title: str) -> list[Row]:
 
 
 def facts(page: str) -> dict[str, str]:
-    """What a page says of its machine and model."""
+    """Returns the facts that a page lists about its machine and model."""
     return dict(re.findall(r"^- ([\w ,]+): (.+)$", _text(page), re.MULTILINE))
 
 
 def filled(text: str) -> str:
-    """A page with its tables made anew."""
+    """Returns the text of a page with its tables regenerated."""
     return _MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
 
 
@@ -46,7 +44,7 @@ def _text(page: str) -> str:
 
 
 def _only(rows: list[Row], **where: str) -> Row:
-    """The one row in which every one of these columns has this cell."""
+    """Returns the first row whose cells have these values."""
     found = [
         row for row in rows if all(row[column.replace("_", " ")] == cell for column, cell in where.items())
     ]
@@ -62,12 +60,12 @@ def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _readable(cell: str) -> str:
-    """A cell of a benchmark, without the ratio behind it; a refusal in one word."""
-    return "refused" if cell.startswith("refused") else cell.partition(" (")[0]
+    """Returns a cell of a benchmark without its ratio, or one word if the load failed."""
+    return "unsupported" if cell.startswith("refused") else cell.partition(" (")[0]
 
 
 def _first_screen() -> str:
-    """Loading, memory and decoding from disk: hfq beside stock transformers and accelerate."""
+    """Returns load time, peak memory and time per token of hfq, next to those of plain transformers."""
     time, memory, decoding = (
         read_table("load", "Time"),
         read_table("load", "Memory and reads, cold"),
@@ -76,41 +74,48 @@ def _first_screen() -> str:
     sizes = dict(re.findall(r"(\w+) ([\d.]+ GB)", facts("load")["model"]))
     rows = []
     for weights, name in _WEIGHTS.items():
-        for loader, mover in (("hfq", "hfq"), ("transformers", "accelerate")):
-            token = [
-                row["a token"]
-                for row in decoding
-                if (row["weights"], row["mover"], row["layers in"]) == (weights, mover, "disk")
-            ]
-            peak = _only(memory, weights=weights, loader=loader)["peak RSS growth"]
-            cold = _readable(_only(time, weights=weights, page_cache="cold")[loader])
-            shown = (f"{name}, {sizes[weights]}", "hfq") if loader == "hfq" else ("", "stock")
-            rows.append(
-                (
-                    *shown,
-                    cold,
-                    "-" if peak.startswith("refused") else f"{peak} × the files",
-                    *(token or ["-"]),
-                )
-            )
-    note = (
-        f"\n{_machine()}Stock: transformers without hfq, with accelerate's offload; on a CPU it dequantizes "
-        f"FP8 while it\n"
-        "loads, and does not load this GPTQ without gptqmodel. Measured:\n"
-        "[loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
+        cold = _only(time, weights=weights, page_cache="cold")
+        pairs = [
+            [_readable(cold[loader]) for loader in ("hfq", "transformers")],
+            [
+                _readable(_only(memory, weights=weights, loader=loader)["peak RSS growth"])
+                for loader in ("hfq", "transformers")
+            ],
+            [
+                next((row["a token"] for row in decoding if _decoded(row) == (weights, mover, "disk")), "-")
+                for mover in ("hfq", "accelerate")
+            ],
+        ]
+        rows.append((f"{name}, {sizes[weights]}", *(" / ".join(pair) for pair in pairs)))
+    header = ("hfq / plain", "cold load", "peak memory ÷ file size", "token, layers on disk")
+    return _markdown(header, rows) + f"\n{_short_machine()}"
+
+
+def _decoded(row: Row) -> tuple[str, str, str]:
+    return row["weights"], row["mover"], row["layers in"]
+
+
+def _short_machine() -> str:
+    """Returns a note that names the machine of the first table and its benchmarks."""
+    found = facts("stream")
+    cores = found["processor"].replace(" for this process", "")
+    disk = found["raw direct read, cold"].partition(" (")[0]
+    return (
+        f"{cores}, disk of {disk}, no GPU. *Plain* is transformers with accelerate.\n"
+        "It dequantizes FP8 on a CPU, and requires gptqmodel for GPTQ. Measured:\n"
+        "[loading](docs/benchmarks/load.md), [offloading](docs/benchmarks/stream.md).\n"
     )
-    return _markdown(("weights", "", "load, cold", "peak memory", "a token, layers on disk"), rows) + note
 
 
 def _machine() -> str:
-    """The hardware, the model and the versions of a run of the streaming benchmark."""
+    """Returns hardware, model and versions of the offloading benchmark."""
     found = facts("stream")
     cores, disk = (
         found["processor"].replace(" for this process", ""),
         found["raw direct read, cold"].partition(" (")[0],
     )
     versions = ", ".join(found["versions"].split(", ")[2:5])
-    return f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU; {found['model']}; {versions}.\n"
+    return f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU;\n{found['model']}; {versions}.\n"
 
 
 def _token_costs() -> str:
@@ -118,8 +123,8 @@ def _token_costs() -> str:
     rows = []
     for weights, name in _WEIGHTS.items():
         memory, disk = (
-            _only(decoding, weights=weights, mover="hfq", layers_in=home)["a token"]
-            for home in ("memory", "disk")
+            _only(decoding, weights=weights, mover="hfq", layers_in=place)["a token"]
+            for place in ("memory", "disk")
         )
         stock = [
             row["a token"]
@@ -168,4 +173,4 @@ TABLES = {
     "pass-costs": _pass_costs,
     "batch-costs": _batch_costs,
 }
-"""{the name that stands in the comment: what makes the table}."""
+"""{name in the comment: function that writes the table}."""
