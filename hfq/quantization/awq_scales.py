@@ -1,13 +1,15 @@
-"""AWQ: input channels that carry large activations are scaled up before rounding, and what feeds them is
-scaled down.
+"""AWQ: input channels with large activations are scaled up before rounding.
 
-Lin et al. 2024, arXiv 2306.00978, section 3.2. A channel's scale is its activations' mean magnitude to the
-power of an exponent in [0, 1), the one of a grid of 20 with the least squared error of the outputs of all
-layers that share the input; then each range of weights is narrowed where that lowers the error (AutoAWQ's
-`_search_best_clip`). AutoAWQ runs the layers for each point of the grid. The squared error over all tokens is
-tr(D H D^T), with D the error of the weights and H the second moments of the input, so one run is enough here.
-Layers are taken from the last to the first: one whose rows take the scale of a later one is rounded after
-that.
+The module that produces the channels is scaled down to compensate. Lin et al. 2024, arXiv 2306.00978, section
+3.2.
+
+The scale of a channel is the mean magnitude of its activations to the power of an exponent in [0, 1). The
+exponent comes from a grid of 20 and has the least squared output error over all layers that share the input.
+Then each range of weights is narrowed if that lowers the error (AutoAWQ's `_search_best_clip`).
+
+AutoAWQ runs the layers for each point of the grid. The squared error over all tokens is tr(D H D^T), with D
+the error of the weights and H the second moments of the input. One run is therefore enough here. Layers are
+quantized last to first: a layer whose rows absorb the scale of a later layer is rounded after it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _ROWS = 1024
 
 @dataclass
 class InputMoments(Moments):
-    """The second moments of what reached a layer, and the sum of each channel's magnitudes, float64 [in]."""
+    """Second moments of a layer's input, and each channel's sum of magnitudes, float64 [in]."""
 
     magnitudes: torch.Tensor | float = 0.0
 
@@ -47,12 +49,12 @@ class InputMoments(Moments):
 
 
 class AwqQuantizer(DecoderLayerQuantizer):
-    """Quantizes the layers of one block by AWQ."""
+    """Quantizes the linear layers of one decoder layer by AWQ."""
 
     def run(
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
-        """As `DecoderLayerQuantizer.run`; the norms and biases that took a scale are in `changed`."""
+        """Does the same as `DecoderLayerQuantizer.run`, and stores scaled norms and biases in `changed`."""
         seen, known = trace(self.decoder_layer, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
         groups = self._groups(seen, batches[0], calls[0])
         self.folds = {
@@ -70,7 +72,7 @@ class AwqQuantizer(DecoderLayerQuantizer):
         return {name: self.quantized[name] for name in self.linears}, self.reports
 
     def _groups(self, seen: Trace, hidden: torch.Tensor, call: Call) -> Stage:
-        """The layers by input, in the order in which the first of each runs."""
+        """Returns the layers grouped by input, in execution order of the first layer of each group."""
         groups: Stage = []
         for group in [group for stage in self._stages(hidden, call) for group in stage]:
             if not any(group[0] in other for other in groups):
@@ -107,10 +109,10 @@ class AwqQuantizer(DecoderLayerQuantizer):
 
 
 class Rounding:
-    """Rounds weights to a format's codes, with ranges that may be narrowed.
+    """Rounds weights to a format's codes, optionally with narrowed ranges.
 
     Args:
-        weight_format: AWQ's, which says bits and groups.
+        weight_format: AWQ format, with bits and group size.
     """
 
     def __init__(self, weight_format: Awq) -> None:
@@ -119,11 +121,11 @@ class Rounding:
     def codes(
         self, weight: torch.Tensor, shares: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes [out, groups, span], scales and zero points [out, groups] of float32 weights [out, in].
+        """Returns codes [out, groups, span], scales, and zero points [out, groups].
 
         Args:
-            weight: The weights.
-            shares: float32 [out, groups], what of each range is kept; None for all.
+            weight: float32 [out, in].
+            shares: float32 [out, groups], the fraction of each range that is kept. None keeps all.
         """
         grouped = self._grouped(weight)
         low, high = grouped.amin(2), grouped.amax(2)
@@ -134,13 +136,14 @@ class Rounding:
         return codes, scales, zeros
 
     def rounded(self, weight: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
-        """What the codes of weights mean: float32 [out, in]."""
+        """Returns the weights that the codes represent, float32 [out, in]."""
         codes, scales, zeros = self.codes(weight, shares)
         return codes.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).flatten(1)
 
     def search_shares(self, weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-        """The share of each range [out, groups] with the least squared error of the outputs, each group by
-        itself.
+        """Returns the fraction of each range with the least squared output error, [out, groups].
+
+        Each group is searched independently.
 
         Args:
             weight: float32 [out, in].
@@ -174,15 +177,14 @@ def search_scale(
     fold: Fold,
     rounding: Rounding,
 ) -> tuple[float, torch.Tensor]:
-    """The exponent of the least error, and the scale that it means for the output channels of what feeds the
-    layers.
+    """Returns the exponent with the least error, and its scale for the feeding module's outputs.
 
     Args:
         weights: float32 [out, in] of each layer with this input.
         hessian: float32 [in, in], the second moments of the input.
         magnitudes: float32 [in], the mean magnitude of each channel.
-        fold: What feeds the layers.
-        rounding: How they will be rounded.
+        fold: Module that feeds the layers.
+        rounding: Rounding of the layers.
     """
     count = int(fold.channels.max()) + 1
     sums = torch.zeros(2, count).index_add_(
@@ -205,7 +207,5 @@ def search_scale(
 
 
 def _error(wrong: torch.Tensor, hessian: torch.Tensor) -> float:
-    """tr(D H D^T): the squared error of the outputs, summed over them, of weights that are wrong by D [out,
-    in].
-    """
+    """Returns tr(D H D^T), the squared error summed over outputs, for weight errors D [out, in]."""
     return sum(float((rows @ hessian).mul_(rows).sum(dtype=torch.float64)) for rows in wrong.split(_ROWS))

@@ -1,4 +1,4 @@
-"""Calibration sets: text, or tokens, cut into sequences of one length."""
+"""Calibration data: text or tokens, cut into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ __all__ = ["Calibration", "Text", "calibrate"]
 logger = logging.getLogger(__name__)
 
 DATASETS = ("wikitext2", "c4", "c4-new")
-"""The sets that optimum knows; it loads them with the package datasets."""
+"""Datasets that optimum can load. It needs the package datasets for them."""
 
 Text = str | Path | Sequence[str] | Sequence[torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
-"""A file of text, a set of optimum by name, texts, or token ids [1, length] by themselves or as
-`input_ids`.
+"""Path of a text file, name of an optimum dataset, texts, or token ids.
+
+Token ids are tensors [1, length], or mappings that hold them as `input_ids`.
 """
 
 _BATCH_TOKENS, _BATCH_NBYTES = 2048, 2 << 20
@@ -31,11 +32,11 @@ _BATCH_TOKENS, _BATCH_NBYTES = 2048, 2 << 20
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a model is run on.
+    """Token sequences that the model runs to calibrate a method.
 
     Attributes:
         tokens: int64 [samples, length].
-        source: What it was made of, in a few words.
+        source: Short description of the origin.
     """
 
     tokens: torch.Tensor
@@ -43,15 +44,15 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """The sha256 of the tokens."""
+        """SHA-256 of the tokens, as hex digits."""
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
 
     def batches(self, width: int = 1) -> list[torch.Tensor]:
-        """The samples in batches of about 2048 tokens, of fewer where a model is wide.
+        """Splits the samples into batches of about 2048 tokens, or fewer for wide models.
 
         Args:
-            width: The most channels that a layer takes or gives; one such tensor of a batch takes 2 MiB, or
-                one sample.
+            width: Largest number of input or output channels of any layer. One float32 tensor of this width
+                uses at most 2 MiB per batch, unless one sample is larger.
         """
         tokens = min(_BATCH_TOKENS, _BATCH_NBYTES // (4 * width))
         return list(self.tokens.split(max(1, tokens // self.tokens.shape[1])))
@@ -60,45 +61,46 @@ class Calibration:
 def calibrate(
     text: Text, tokenizer: Any, vocabulary: int, samples: int, length: int, longest: int | None = None
 ) -> Calibration:
-    """Makes a calibration set.
+    """Cuts text or tokens into calibration sequences.
 
-    Text is tokenized as one, and sequences are taken at even distances over all of it. Tokens are taken as
-    they are.
+    Text is tokenized as a whole, and sequences are taken from it at even distances. Token ids are used
+    unchanged, and each sequence is cut to `length`.
 
     Args:
         text: See `Text`.
-        tokenizer: The model's tokenizer; None is enough for tokens.
-        vocabulary: How many tokens the model knows.
-        samples: How many sequences are wanted; where the text holds fewer, all are taken, and a warning says
-            so.
-        length: The tokens of each.
-        longest: How many positions the model has, where it says so.
+        tokenizer: The model's tokenizer. It may be None for token ids.
+        vocabulary: Number of tokens that the model knows.
+        samples: Number of sequences. If the text holds fewer, all are used and a warning is logged.
+        length: Tokens per sequence.
+        longest: Number of positions of the model. None if unknown.
 
     Raises:
-        SetupError: The text is empty, shorter than one sequence, or not there; tokens are not the model's; a
-            number is unusable.
+        SetupError: The text is missing, empty, or shorter than one sequence, a token is not in the model's
+            vocabulary, or a number is not valid.
     """
     for option, value in (("num_calibration_samples", samples), ("max_seq_length", length)):
         if type(value) is not int or value < 1:
-            raise _unusable(f"{option} must be positive", "a positive int", repr(value), f"correct {option}")
+            raise _unusable(
+                f"{option} is not positive", "a positive int", repr(value), f"Pass a positive {option}."
+            )
     if longest is not None and length > longest:
         raise _unusable(
             "sequences are longer than the model's positions",
             f"at most {longest}",
             length,
-            "lower max_seq_length",
+            "Lower max_seq_length.",
         )
     tokens, source = _tokens(text, tokenizer, samples, length)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary):
         raise _unusable(
-            "it holds tokens that the model does not know",
+            "it contains tokens that the model does not know",
             f"ids in [0, {vocabulary})",
             f"{int(tokens.min())} to {int(tokens.max())}",
-            "tokenize the text with the model's own tokenizer",
+            "Tokenize the text with the model's own tokenizer.",
         )
     if len(tokens) < samples:
         logger.warning(
-            "The calibration text holds %d sequences of %d tokens; %d were wanted.",
+            "The calibration data contains %d sequences of %d tokens instead of %d.",
             len(tokens),
             length,
             samples,
@@ -115,10 +117,10 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise _unusable(
-                f"its file cannot be read: {error}",
+                f"its file cannot be read ({error})",
                 f"a file of UTF-8 text, or one of {', '.join(DATASETS)}",
                 str(path),
-                "correct the path",
+                "Check the path.",
             ) from error
         return _windows([content], tokenizer, samples, length), path.name
     items: list[Any] = list(text) if isinstance(text, Iterable) else []
@@ -129,9 +131,9 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
         found = "nothing" if not items else type(items[0]).__name__
         raise _unusable(
             "it is neither text nor tokens",
-            "a path, the name of a set, texts, or token ids",
+            "a path, the name of a dataset, texts, or token ids",
             found,
-            "pass one of these",
+            "Pass one of these.",
         )
     rows = [row for item in ids for row in item.reshape(-1, item.shape[-1]) if len(row) >= length]
     if not rows:
@@ -143,12 +145,12 @@ def _windows(texts: Sequence[str], tokenizer: Any, samples: int, length: int) ->
     if tokenizer is None:
         raise _unusable(
             "the model has no tokenizer",
-            "tokenizer files beside the weights",
+            "tokenizer files next to the weights",
             "none",
-            "pass token ids, or add the files",
+            "Pass token ids, or add the tokenizer's files to the checkpoint.",
         )
     if not texts[0].strip():
-        raise _unusable("the text is empty", "text", "none", "pass a file with text")
+        raise _unusable("the text is empty", "text", "none", "Pass a file that contains text.")
     ids = torch.tensor(tokenizer(texts[0])["input_ids"], dtype=torch.int64)
     windows = ids.numel() // length
     if not windows:
@@ -165,10 +167,10 @@ def _dataset(name: str, tokenizer: Any, samples: int, length: int) -> torch.Tens
         raise
     except Exception as error:
         raise _unusable(
-            f"optimum cannot load {name}: {error}",
-            "the package datasets, and a network or its cache",
+            f"optimum cannot load {name} ({error})",
+            "the package datasets, and network access or cached data",
             type(error).__name__,
-            "pip install datasets, or pass a file of text",
+            "Run pip install datasets, or pass a text file.",
         ) from error
     return torch.cat([item["input_ids"] for item in found])
 
@@ -178,9 +180,9 @@ def _too_short(found: int, length: int) -> SetupError:
         "it is shorter than one sequence",
         f"at least {length} tokens",
         f"{found} tokens",
-        "pass more text, or lower max_seq_length",
+        "Pass more text, or lower max_seq_length.",
     )
 
 
 def _unusable(why: str, expected: object, found: object, fix: str) -> SetupError:
-    return SetupError(f"The calibration set cannot be used: {why}.", expected=expected, found=found, fix=fix)
+    return SetupError(f"The calibration data cannot be used: {why}.", expected=expected, found=found, fix=fix)

@@ -1,5 +1,6 @@
-"""One block: its layers quantized in the order in which they run, each measured with those before it
-quantized already.
+"""Quantization of one decoder layer, linear layer by linear layer in execution order.
+
+Each linear layer is measured with all earlier ones already quantized.
 """
 
 from __future__ import annotations
@@ -30,30 +31,31 @@ __all__ = ["DecoderLayerQuantizer", "as_weight", "put_quantized", "put_weight"]
 logger = logging.getLogger(__name__)
 
 _MOMENTS_NBYTES = 512 << 20
-"""Moments that are gathered in one pass; a mixture with many experts takes several."""
+"""Most bytes of moments gathered in one pass. A mixture with many experts needs several passes."""
 
 _ROUNDED_NBYTES = 4 << 20
-"""Floats that are rounded to nearest in one go."""
+"""Most bytes of floats that are rounded to nearest in one step."""
 
 _ROWS_MULTIPLE = 128
-"""Rows of a weight that no format packs apart: those of a block of FP8."""
+"""Rows of a weight that every format can quantize independently: an FP8 block has 128."""
 
 
 class DecoderLayerQuantizer:
-    """Quantizes the layers of one block that is in memory; afterwards each holds its quantized weight.
+    """Quantizes the linear layers of one decoder layer in memory.
+
+    Afterwards, each of them computes with its quantized weight.
 
     Args:
-        decoder_layer: The block.
-        linears: Its layers to quantize, by name.
-        weight_format: What they are written in.
-        recipe: How they are quantized.
-        read: Reads the weight of a layer that is on meta, by its name, as it is stored.
-        dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
+        decoder_layer: The decoder layer.
+        linears: Linear layers to quantize, by name.
+        weight_format: Format of the quantized layers.
+        recipe: Method and options.
+        read: Reads the stored weight of a layer on the meta device, given its name.
+        dtype_of: Returns the stored dtype of a parameter, given its name within the decoder layer.
 
     Attributes:
-        quantized: The tensors of each layer that is done.
-        changed: The other parameters of the block that take part, by their names within it, in the dtypes
-            they are stored in.
+        quantized: Tensors of each finished layer.
+        changed: Other changed parameters in their stored dtypes, by name within the decoder layer.
     """
 
     def __init__(
@@ -78,20 +80,20 @@ class DecoderLayerQuantizer:
     def run(
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
-        """Quantizes all layers.
+        """Quantizes all linear layers.
 
         Args:
-            batches: The hidden states that reach the block, [batch, length, hidden]; empty for methods that
-                need none.
-            calls: The block's call for each.
+            batches: Hidden states that enter the decoder layer, [batch, length, hidden]. Empty for methods
+                that need none.
+            calls: Other arguments of the decoder layer, for each batch.
 
         Returns:
-            The packed tensors of each layer, and what is known of it.
+            The quantized tensors of each layer, and a report on each.
 
         Raises:
-            SetupError: A layer that every token passes was reached by none, or its activations are not
+            SetupError: No calibration token reached a layer other than an expert, or its inputs are not
                 finite.
-            FormatError: A weight cannot be packed.
+            FormatError: A weight cannot be quantized.
         """
         if not self.recipe.measures:
             for name in self.linears:
@@ -103,8 +105,9 @@ class DecoderLayerQuantizer:
         return self.quantized, self.reports
 
     def _stages(self, hidden: torch.Tensor, call: Call) -> Iterator[Stage]:
-        """The stages, each in parts whose moments fit; experts that the first batch does not reach join those
-        that it does.
+        """Yields the stages, each split into parts whose moments fit in memory.
+
+        Experts that the first batch does not reach join the stage of the experts that it reaches.
         """
         stages = find_stages(self.decoder_layer, self.linears, hidden, call, without_number)
         found = {name for stage in stages for group in stage for name in group}
@@ -118,7 +121,7 @@ class DecoderLayerQuantizer:
             yield from self._parts(stage)
 
     def _parts(self, groups: Stage) -> Iterator[Stage]:
-        """Groups in parts whose moments fit."""
+        """Splits groups into parts whose moments fit in memory."""
         part: Stage = []
         nbytes = 0
         for group in groups:
@@ -143,7 +146,7 @@ class DecoderLayerQuantizer:
         if not moments.tokens and is_expert(group[0]):
             for name in group:
                 logger.warning(
-                    "%s: no calibration token reached this expert; it is rounded to nearest.", name
+                    "%s: no calibration token reached this expert. It is rounded to nearest.", name
                 )
                 self._round(name, 0)
             return
@@ -158,9 +161,9 @@ class DecoderLayerQuantizer:
         self._solve_group(group, moments)
 
     def _solve_group(self, group: list[str], moments: Moments) -> None:
-        """Quantizes layers of one input that tokens reached."""
+        """Quantizes layers that share one input, which tokens reached."""
         tokens = moments.tokens
-        release_buffers()  # of the forwards that are over
+        release_buffers()  # of finished forward passes
         trim_heap()
         factor = factorize(moments.mean(), self.recipe, group[0])
         damping, weight_format = factor.damping, _as_gptq(self.format)
@@ -181,7 +184,7 @@ class DecoderLayerQuantizer:
         self._keep(name, quantized, LayerReport(name, method, tokens, error if tokens is None else None))
 
     def _rounded(self, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
-        """The packed tensors of a weight [out, in], made by parts of its rows, and the mean squared error."""
+        """Returns the quantized tensors of a weight [out, in], and the mean squared error."""
         check_finite_weight(name, weight)
         out_features, in_features = weight.shape
         reader = reader_format(self.format)
@@ -193,7 +196,7 @@ class DecoderLayerQuantizer:
             error += float(reader.dequantize(parts[-1]).sub_(floats).double().square_().sum())
         specs = {spec.name: spec.shape for spec in self.format.tensor_specs(in_features, out_features)}
         quantized = {local: _joined([part[local] for part in parts], specs[local]) for local in parts[0]}
-        if "weight_shape" in quantized:  # which is that of the whole layer
+        if "weight_shape" in quantized:  # parts hold their own shapes
             quantized["weight_shape"] = torch.tensor(weight.shape, dtype=quantized["weight_shape"].dtype)
         return quantized, error / weight.numel()
 
@@ -205,7 +208,7 @@ class DecoderLayerQuantizer:
         trim_heap()
 
     def _weight(self, name: str) -> torch.Tensor:
-        """[out, in], as it lies in memory, or as it is stored."""
+        """Returns the weight [out, in] from memory, or from the checkpoint if it is on the meta device."""
         layer = self.linears[name]
         held = tensors_of(layer)
         if held is not None:
@@ -218,32 +221,32 @@ class DecoderLayerQuantizer:
         missing = [name for name in self.linears if name not in self.quantized]
         if missing:
             raise SetupError(
-                "The calibration set never reaches a layer; it cannot be quantized.",
+                "No calibration token reached a layer, so the layer cannot be quantized.",
                 tensor=missing[0],
-                expected="a layer that runs",
-                found=f"{len(missing)} that do not: {', '.join(missing[:4])}",
-                fix="leave them dense with modules_to_not_convert",
+                expected="layers that run",
+                found=f"{len(missing)} layers that do not run: {', '.join(missing[:4])}",
+                fix="Add these layers to modules_to_not_convert.",
             )
 
 
 def reader_format(weight_format: Format, is_scattered: bool = False) -> Format:
-    """The format as a reader of the checkpoint has it, who has seen whether groups are scattered."""
+    """Returns the format as detected in the finished checkpoint, where act_order is known."""
     if isinstance(weight_format, Gptq):
         return dataclasses.replace(weight_format, act_order=is_scattered)
     return weight_format
 
 
 def as_weight(weight_format: Format, recipe: Recipe, quantized: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes
-    with.
-    """
+    """Returns the float32 weight [out, in] that a reader of the checkpoint computes with."""
     return reader_format(weight_format, recipe.scatters_groups).dequantize(quantized)
 
 
 def put_quantized(
     layer: nn.Module, weight_format: Format, recipe: Recipe, quantized: Mapping[str, torch.Tensor]
 ) -> None:
-    """Makes a layer compute with what packed tensors mean: with them if it is held, else with the weight in
+    """Makes a layer compute with quantized tensors.
+
+    A layer under a temporary forward computes with the tensors directly. Any other layer gets their weight in
     float32.
     """
     if tensors_of(layer) is None:
@@ -253,14 +256,15 @@ def put_quantized(
 
 
 def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:
-    """Gives a linear layer or a Conv1D a weight [out, in]."""
+    """Sets the weight [out, in] of a linear layer or a Conv1D."""
     value = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
     layer._parameters["weight"] = nn.Parameter(value, requires_grad=False)
 
 
 def _joined(parts: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """Parts of a tensor of this shape, one after the other along the dimension that they are parts of; or the
-    one they all are.
+    """Concatenates parts of a tensor along the dimension in which they differ from `shape`.
+
+    Returns the first part if there is no such dimension.
     """
     divided = [
         dim for dim, (size, found) in enumerate(zip(shape, parts[0].shape, strict=True)) if size != found
@@ -274,6 +278,6 @@ def _as_gptq(weight_format: Format) -> Gptq:
             f"GPTQ cannot be written as {weight_format.describe()}.",
             expected="GPTQ",
             found=weight_format.name,
-            fix="correct method",
+            fix="Use a recipe whose format is GPTQ.",
         )
     return weight_format

@@ -1,11 +1,12 @@
-"""Recovery: a quantized block is brought nearer to its float teacher, by what can move while its codes stay.
+"""Distillation of quantized decoder layers against the float model.
 
-Block-wise distillation: Adam lowers the squared error of a block's outputs against the float model's own
-hidden states there, over the scales of its layers, its norms and its biases (Yao et al. 2022, arXiv
-2206.01861, distil layer by layer; Chen et al. 2024, arXiv 2407.11062, train scales alone while codes stay).
-The teacher runs beside the quantized model, block by block, so that a block also makes good what those before
-it lost. What is stored keeps its dialect and its dtypes: values are rounded to them before the error is
-judged, and a block whose error did not fall is left as it was.
+Adam lowers the squared error of a decoder layer's outputs against the float model's hidden states. It trains
+the scales, norms, and biases; the codes stay fixed. Yao et al. 2022, arXiv 2206.01861, distill layer by
+layer. Chen et al. 2024, arXiv 2407.11062, train only scales with fixed codes.
+
+The float model runs in step with the quantized model, so each layer also corrects errors of the layers before
+it. The format and dtypes do not change. Values are rounded to the stored dtypes before the final error is
+measured. If the error did not fall, the decoder layer keeps its earlier values.
 """
 
 from __future__ import annotations
@@ -25,39 +26,39 @@ from hfq.recipes.recipe import Recipe
 __all__ = ["Distillation", "Teacher"]
 
 _RATE = 5e-3
-"""Adam's first step, as a share of each value."""
+"""Initial learning rate of Adam, as a fraction of each value."""
 _NARROWEST = 0.25
-"""The least that a scale may become, as a share of what it was."""
+"""Least value of a trained scale, as a fraction of its initial value."""
 
 
 class Teacher:
-    """The float model's hidden states, block after block.
+    """Hidden states of the float model, advanced one decoder layer at a time.
 
     Args:
-        hidden: What reaches the first block.
+        hidden: Inputs of the first decoder layer.
     """
 
     def __init__(self, hidden: Sequence[torch.Tensor]) -> None:
         self.hidden = list(hidden)
 
     def advance(self, decoder_layer: nn.Module, calls: Sequence[Call]) -> list[torch.Tensor]:
-        """Runs the next block, whose float weights are in place; gives what it gave."""
+        """Runs the next decoder layer, which holds its float weights, and returns its outputs."""
         for index, call in enumerate(calls):
             self.hidden[index] = run_decoder_layer(decoder_layer, self.hidden[index], call)
         return self.hidden
 
 
 class Distillation:
-    """Trains what may move in one quantized block.
+    """Trains the scales, norms, and biases of one quantized decoder layer.
 
     Args:
-        decoder_layer: The block; its layers hold their quantized weights.
-        linears: Its quantized layers, by name.
-        quantized: Their tensors.
-        changed: Other parameters that quantization has changed, by name within the block.
-        weight_format: What the layers are packed as.
-        recipe: How they were quantized, and how many steps there are.
-        dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
+        decoder_layer: The decoder layer. Its linear layers hold their quantized weights.
+        linears: Quantized linear layers by name.
+        quantized: Tensors of each quantized layer.
+        changed: Other parameters that quantization changed, by name within the decoder layer.
+        weight_format: Format of the quantized layers.
+        recipe: Method and number of steps.
+        dtype_of: Returns the stored dtype of a parameter, given its name within the decoder layer.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class Distillation:
     def run(
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor]
     ) -> tuple[float, float]:
-        """Trains, rounds to what is stored, and keeps it where the error fell.
+        """Trains, rounds to the stored dtypes, and keeps the result if the error fell.
 
         Args:
-            batches: The hidden states that reach the quantized block, [batch, length, hidden].
-            calls: The block's call for each.
-            targets: What the teacher gives for each.
+            batches: Hidden states that enter the quantized decoder layer, [batch, length, hidden].
+            calls: Other arguments of the decoder layer, for each batch.
+            targets: Outputs of the float decoder layer, for each batch.
 
         Returns:
-            The mean squared error of the block's outputs before and after.
+            Mean squared error of the decoder layer's outputs, before and after.
         """
         before = self._error(batches, calls, targets)
         if before == 0:
@@ -118,7 +119,7 @@ class Distillation:
             optimizer.step()
         self._put(rounded=True)
         after = self._error(batches, calls, targets)
-        if not after < before:  # nor where it is not a number
+        if not after < before:  # also true for NaN
             self._put_back()
             return before, before
         for name, layer in zip(self.quantized, self.layers, strict=True):
@@ -151,9 +152,7 @@ class Distillation:
 
 
 class _Layer:
-    """A quantized layer: its codes less their zero points, which stay, and the scales, which are multiplied
-    by ratios.
-    """
+    """Quantized layer with fixed codes and zero points, and a trained ratio for each scale."""
 
     def __init__(
         self, layer: nn.Module, quantized: Mapping[str, torch.Tensor], weight_format: Format, recipe: Recipe
@@ -169,18 +168,18 @@ class _Layer:
         self.ratio = nn.Parameter(torch.ones_like(self.scales, dtype=torch.float32))
 
     def put(self, rounded: bool) -> None:
-        """Gives the layer the weight of its scales, as they are stored or as they are trained."""
+        """Sets the layer's weight from the rounded scales or from the trained scales."""
         scales = self.rounded().float() if rounded else self.scales.float() * self.ratio.clamp(min=_NARROWEST)
         weight = self.centred * scales.t().index_select(1, self.group)
         self.layer._parameters["weight"] = weight if isinstance(self.layer, nn.Linear) else weight.t()  # type: ignore[assignment]
 
     def rounded(self) -> torch.Tensor:
-        """The scales in the dtype they are stored in."""
+        """Returns the scales in their stored dtype."""
         return (self.scales.float() * self.ratio.detach().clamp(min=_NARROWEST)).to(self.scales.dtype)
 
 
 class _Dense:
-    """A norm's weight, or a bias: it moves by shares of its mean magnitude."""
+    """Weight of a norm, or a bias, trained in units of its mean magnitude."""
 
     def __init__(self, module: nn.Module, local: str) -> None:
         self.module, self.local = module, local
@@ -189,12 +188,12 @@ class _Dense:
         self.shift = nn.Parameter(torch.zeros_like(self.start))
 
     def put(self, dtype: torch.dtype | None) -> None:
-        """Gives the module the value, as it is stored in this dtype or as it is trained."""
+        """Sets the module's value, rounded to `dtype`, or as trained if `dtype` is None."""
         value = self.start + self.unit * self.shift if dtype is None else self.rounded(dtype).float()
         self.module._parameters[self.local] = value  # type: ignore[assignment]
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
-        """The value in the dtype it is stored in."""
+        """Returns the value in its stored dtype."""
         return (self.start + self.unit * self.shift.detach()).to(dtype)
 
 

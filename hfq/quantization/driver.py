@@ -1,6 +1,4 @@
-"""The driver: streams a float checkpoint block by block into a quantized one, and holds one block at any
-time.
-"""
+"""Driver that quantizes a float checkpoint, with one decoder layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -53,26 +51,29 @@ def quantize(
     """Writes a quantized copy of a float checkpoint, one decoder layer at a time.
 
     Peak memory is at most one decoder layer in float32, the hidden states of the calibration data, and 400
-    MiB with all imports; AWQ and distillation take more. A run that was killed goes on
-    where it stopped when it is started again, and gives the same bytes.
+    MiB including all imports. AWQ and distillation use more. If a run is killed, start it again: it continues
+    after the last finished layer and writes the same bytes.
 
     Args:
-        model: The folder of the checkpoint, or a model that hfq loaded from it.
-        recipe: The method and its options, `Recipe("gptq", bits=4, group_size=128)`, or the name of a method.
-        output_dir: The folder to make; absent or empty.
-        dataset: Calibration data for methods that run the model: see
+        model: Folder of the checkpoint, or a model that hfq loaded from it.
+        recipe: Method and its options, such as `Recipe("gptq", bits=4, group_size=128)`, or the name of a
+            method.
+        output_dir: Folder to create. It must be absent or empty.
+        dataset: Calibration data for methods that run the model. See
             `hfq.quantization.calibration_data.Text`.
-        num_calibration_samples: Sequences of the calibration data.
-        max_seq_length: Tokens of each; None for 2048, or the positions that the model has if they are fewer.
-        modules_to_not_convert: Modules that stay floats.
-        on_progress: Called after each decoder layer.
+        num_calibration_samples: Number of calibration sequences.
+        max_seq_length: Tokens per sequence. None means 2048, or the model's number of positions if that is
+            smaller.
+        modules_to_not_convert: Modules that stay unquantized.
+        on_progress: Function that is called after each decoder layer.
 
     Returns:
-        The errors of each layer, and sizes and times of the run.
+        The error of each layer, and the size and duration of the run.
 
     Raises:
-        SetupError: The recipe or the calibration data is unusable, or another job was begun for this folder.
-        FormatError: The model is quantized already, or the format cannot hold a layer. Nothing was written.
+        SetupError: The recipe or the calibration data is not usable, or an unfinished run with other options
+            exists for this folder.
+        FormatError: The model is already quantized, or the format cannot hold a layer. Nothing was written.
         CheckpointError: The checkpoint is damaged, or the output cannot be written.
     """
     recipe = _as_recipe(recipe)
@@ -87,7 +88,7 @@ def quantize(
 
 
 class _Job:
-    """One quantization."""
+    """One quantization run."""
 
     def __init__(
         self,
@@ -109,9 +110,9 @@ class _Job:
         if not self.sizes:
             raise SetupError(
                 "No layer is left to quantize.",
-                expected="linear layers in the model's blocks",
+                expected="linear layers in the model's decoder layers",
                 found="none",
-                fix="correct modules_to_not_convert",
+                fix="Remove entries from modules_to_not_convert.",
             )
         self.format: Format = recipe.weight_format(self.sizes.values())
         self.nbytes = self._check_sizes()
@@ -169,7 +170,7 @@ class _Job:
         calls: tuple[Call, ...] | list[Call],
         is_last: bool,
     ) -> None:
-        """Quantizes one block, or takes it as it was finished, and moves the hidden states past it."""
+        """Quantizes or restores one decoder layer, and advances the hidden states through it."""
         is_done = shard in self.journal
         if is_done and (not hidden or is_last):
             return
@@ -195,7 +196,7 @@ class _Job:
         trim_heap()
 
     def _captured(self) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
-        """What reaches the blocks, where the method looks at activations."""
+        """Returns the inputs of all decoder layers, or nothing if the method needs no activations."""
         if self.calibration is None:
             return [], {}
         width = (
@@ -211,8 +212,9 @@ class _Job:
         quantized: Mapping[str, Mapping[str, torch.Tensor]],
         changed: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """The shard of a block: packed layers for weights, what changed with them, all else as it is; the
-        widest first.
+        """Yields the tensors of a decoder layer's shard, widest dtype first.
+
+        Quantized tensors replace weights. Changed parameters are new. All other tensors are copied unchanged.
         """
         new = {
             self.source.stored(f"{decoder_layer}.{local}").name: _as_stored(tensor)
@@ -232,7 +234,7 @@ class _Job:
         return iter(sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1][0]]))
 
     def _write_rest(self) -> None:
-        """What belongs to no block, as it is stored."""
+        """Writes the tensors outside all decoder layers unchanged."""
         shard = self._name(0)
         in_blocks = {info.name for name in self.source.decoder_layers for info in self.source.stored_of(name)}
         rest = [info for name, info in self.source.checkpoint.tensors.items() if name not in in_blocks]
@@ -252,26 +254,27 @@ class _Job:
         return f"model-{number + 1:05}-of-{len(self.source.decoder_layers) + 1:05}.safetensors"
 
     def _dense(self) -> list[str]:
-        """The stored names of linear layers that stay floats."""
+        """Returns the stored names of linear layers that stay unquantized."""
         names = set(find_linears(self.source.model, ""))
         for decoder_layer in self.source.decoder_layers:
             names |= _layers_of(self.source, decoder_layer, []).keys()
         return sorted(self.source.stored_module(name) for name in names - self.sizes.keys())
 
     def _check_sizes(self) -> int:
-        """The bytes of the output's tensors; a layer that the dialect cannot hold is refused before anything
-        is written.
+        """Returns the bytes of all output tensors.
+
+        Raises an error before anything is written if the format cannot hold a layer.
         """
         replaced, nbytes = set(), 0
         for name, (out_features, in_features) in self.sizes.items():
             info = self.source.stored(f"{name}.weight")
             if not info.name.endswith("weight"):
                 raise FormatError(
-                    "A layer is stored in a way that cannot be quantized. Nothing was written.",
+                    "A layer cannot be quantized, because its weight has an unexpected name. Nothing was written.",
                     tensor=info.name,
-                    expected="a tensor named …weight",
+                    expected="a tensor name that ends in 'weight'",
                     found=str(info),
-                    fix="leave it dense with modules_to_not_convert",
+                    fix="Add this layer to modules_to_not_convert.",
                 )
             replaced.add(info.name)
             nbytes += _packed_nbytes(self.format, self.recipe, name, in_features, out_features)
@@ -288,7 +291,7 @@ def _as_recipe(given: Recipe | str) -> Recipe:
             "quantize() requires a recipe.",
             expected="Recipe(method), with method " + " or ".join(METHODS),
             found=repr(given)[:80],
-            fix='pass Recipe("gptq", bits=4)',
+            fix='Pass Recipe("gptq", bits=4).',
         )
     return given
 
@@ -302,9 +305,9 @@ def _calibration(
         what = f"method={recipe.method!r}" if recipe.measures else "distill_steps"
         raise SetupError(
             f"{what} requires calibration data.",
-            expected="dataset=: a text file, texts, or token ids",
+            expected="a text file, texts, or token ids in dataset",
             found="None",
-            fix="pass text like that which the model will read, or use method='rtn' without distill_steps",
+            fix="Pass a dataset that resembles the model's inputs, or use method='rtn' without distill_steps.",
         )
     from transformers import AutoTokenizer
 
@@ -339,11 +342,11 @@ def _check_room(target: Path, nbytes: int) -> None:
     there = sum(file.stat().st_size for file in begun.glob("*.safetensors")) if begun.is_dir() else 0
     if free + there < nbytes:
         raise CheckpointError(
-            "The disk has too little room for the quantized checkpoint. Nothing was written.",
+            "The disk has too little free space for the quantized checkpoint. Nothing was written.",
             file=target,
             expected=f"{nbytes:,} bytes",
             found=f"{free:,} bytes free",
-            fix="free space, or choose another folder",
+            fix="Free disk space, or choose another folder.",
         )
 
 

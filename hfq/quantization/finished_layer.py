@@ -1,4 +1,4 @@
-"""One quantized block: made from its float weights, or put back as an earlier run finished it."""
+"""One quantized decoder layer, computed from its float weights or restored from an earlier run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ __all__ = ["FinishedLayer", "put_finished", "quantize_decoder_layer"]
 
 @dataclass(frozen=True)
 class FinishedLayer:
-    """What is stored of a block in place of its floats.
+    """Stored result for one decoder layer.
 
     Attributes:
-        quantized: The tensors of each quantized layer, by its name in the model.
-        changed: Other parameters that changed with them, by their names within the block, in the dtypes they
-            are stored in.
-        notes: What the journal keeps of it, as JSON types.
+        quantized: Tensors of each quantized layer, by its name in the model.
+        changed: Other changed parameters in their stored dtypes, by name within the decoder layer.
+        notes: Entry for the journal, as JSON types.
     """
 
     quantized: Mapping[str, Mapping[str, torch.Tensor]]
@@ -51,18 +50,19 @@ def quantize_decoder_layer(
     calls: Sequence[Call],
     targets: Sequence[torch.Tensor] | None,
 ) -> FinishedLayer:
-    """Quantizes a block that is in memory where the method needs that; its layers then hold their quantized
-    weights.
+    """Quantizes a decoder layer. Its linear layers then hold their quantized weights.
+
+    The decoder layer is in memory if the method needs activations.
 
     Args:
         source: The float checkpoint.
-        name: The block.
-        linears: Its layers to quantize, by their names in the model.
-        weight_format: What they are packed as.
-        recipe: How.
-        hidden: The hidden states that reach the block; empty for methods that need none.
-        calls: Its call for each.
-        targets: What the float model has behind the block, for recovery.
+        name: Name of the decoder layer.
+        linears: Linear layers to quantize, by name in the model.
+        weight_format: Format of the quantized layers.
+        recipe: Method and options.
+        hidden: Hidden states that enter the decoder layer. Empty for methods that need none.
+        calls: Other arguments of the decoder layer, for each batch.
+        targets: Outputs of the float model's decoder layer, for distillation. None without distillation.
     """
     decoder_layer, dtype_of = source.decoder_layers[name], functools.partial(source.dtype_of, name)
     kind = AwqQuantizer if recipe.method == "awq" else DecoderLayerQuantizer
@@ -91,16 +91,16 @@ def put_finished(
     weight_format: Format,
     recipe: Recipe,
 ) -> None:
-    """Gives a block in memory the weights that its finished shard means.
+    """Loads a finished shard into a decoder layer in memory.
 
     Args:
         file: The shard.
         source: The float checkpoint.
-        name: The block.
-        linears: Its quantized layers, by their names in the model.
-        changed: Other parameters that were changed with them, by their names within the block.
-        weight_format: What the layers are packed as.
-        recipe: How they were quantized.
+        name: Name of the decoder layer.
+        linears: Quantized layers, by name in the model.
+        changed: Other changed parameters, by name within the decoder layer.
+        weight_format: Format of the quantized layers.
+        recipe: Method and options.
     """
     finished = Checkpoint.from_files([file])
     reader = Reader(finished)

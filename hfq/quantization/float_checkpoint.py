@@ -1,4 +1,4 @@
-"""The float checkpoint that is quantized: its model on meta, and the weights of one block at a time."""
+"""The float checkpoint to quantize: a meta model, and the weights of one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ __all__ = ["Source"]
 
 
 class Source:
-    """A float model of which nothing is in memory but what is asked for.
+    """A float model that reads weights only when they are requested.
 
     Args:
-        path: The checkpoint's folder, or a model that hfq loaded from one.
+        path: Folder of the checkpoint, or a model that hfq loaded from one.
 
     Raises:
-        SetupError: The model was not loaded by hfq.
-        FormatError: The checkpoint is quantized already.
-        CheckpointError: There is no valid checkpoint.
+        SetupError: hfq did not load the model.
+        FormatError: The checkpoint is already quantized.
+        CheckpointError: The checkpoint is missing or not valid.
     """
 
     def __init__(self, path: Any) -> None:
@@ -55,19 +55,19 @@ class Source:
         self.decoder_layers = find_decoder_layers(self.model)
         for module in self.model.modules():
             if isinstance(module, QuantizedExperts):
-                module.prefetch = None  # its layers are brought into memory with their block
+                module.prefetch = None  # its weights are read with their decoder layer
         self._match = loader_of(self.model).match
         self._quantized = loader_of(self.model).quantized
 
     def digest(self) -> str:
-        """Of the config and of every file's identity: changes where the checkpoint does."""
+        """Returns a digest of the config and of every file's identity."""
         digest = hashlib.sha256((Path(self.checkpoint.root) / "config.json").read_bytes())
         for file, header in sorted(self.checkpoint.headers.items()):
             digest.update(f"{Path(file).name} {header.identity}".encode())
         return digest.hexdigest()
 
     def stored(self, parameter: str) -> TensorInfo:
-        """Where a parameter of the model is stored."""
+        """Returns the stored tensor of a parameter."""
         module, _, local = parameter.rpartition(".")
         return (
             self._quantized[module].infos[local]
@@ -76,21 +76,21 @@ class Source:
         )
 
     def dtype_of(self, decoder_layer: str, local: str) -> torch.dtype:
-        """The dtype that a parameter of a block is stored in."""
+        """Returns the stored dtype of a parameter of a decoder layer."""
         return torch_dtype(self.stored(f"{decoder_layer}.{local}").dtype)
 
     def stored_module(self, name: str) -> str:
-        """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
+        """Returns a layer's name in the checkpoint, or `name` if it is not stored, such as a tied head."""
         weight = f"{name}.weight"
         is_stored = name in self._quantized or weight in self._match.unquantized
         return self.stored(weight).name.removesuffix(".weight") if is_stored else name
 
     def weight(self, name: str) -> torch.Tensor:
-        """The weight of a layer as it is stored, [out, in] but for a Conv1D."""
+        """Returns the stored weight of a layer, [out, in], or [in, out] for a Conv1D."""
         return read_tensor(self.reader, self.stored(f"{name}.weight"))
 
     def stored_of(self, decoder_layer: str) -> list[TensorInfo]:
-        """The stored tensors of a block, in the order of the checkpoint."""
+        """Returns the stored tensors of a decoder layer, in checkpoint order."""
         parameters = [name for name in self._match.unquantized if name.startswith(f"{decoder_layer}.")]
         names = {self._match.unquantized[name].name for name in parameters}
         names |= {
@@ -103,7 +103,7 @@ class Source:
 
     @contextlib.contextmanager
     def on_meta(self, name: str) -> Iterator[nn.Module]:
-        """The block without weights as long as the context lasts, with experts as linear layers."""
+        """Yields the decoder layer without weights, with its experts replaced by linear layers."""
         decoder_layer = self.decoder_layers[name]
         experts = {
             local: module
@@ -124,12 +124,12 @@ class Source:
 
     @contextlib.contextmanager
     def in_memory(self, name: str, layers: Collection[str] = ()) -> Iterator[nn.Module]:
-        """The block as long as the context lasts, with experts as linear layers.
+        """Yields the decoder layer with its weights, and its experts replaced by linear layers.
 
         Args:
-            name: Its name.
-            layers: Linear layers of it, by their names in the model, that compute with their weights as they
-                are stored. Every other parameter is in float32.
+            name: Name of the decoder layer.
+            layers: Linear layers in it that compute with their weights in the stored dtype, by name in the
+                model. All other parameters are float32.
         """
         resting: list[tuple[UnquantizedParameter, nn.Parameter]] = []
         with self.on_meta(name) as decoder_layer:
@@ -169,6 +169,6 @@ def _replace(decoder_layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def sizes_known(config: Any, *names: str) -> int | None:
-    """The first of these sizes that the model's config has."""
+    """Returns the first of these sizes in the model's config, or None."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)

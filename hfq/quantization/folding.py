@@ -1,11 +1,13 @@
-"""Which module of a block can take a scale of the input channels of linear layers, without a change of what
-the block computes.
+"""Search for modules that can absorb a scale of linear layers' input channels.
 
-Layers with weights W diag(s) compute what they did if what feeds them gives x / s: a norm whose weight is
-divided by s, or a linear layer whose rows are, where all between is linear in them (values before the output
-projection, `up` before `down`, a layer before ReLU and the next). No names are asked. A forward shows which
-norm's output is which layers' input, sizes show which layers may feed them, head by head perhaps, and each
-candidate is tried: powers of two are folded in, and the block must give what it gave.
+Linear layers with weights W diag(s) compute the same outputs if their inputs become x / s. A norm can provide
+that if its weight is divided by s. A linear layer can if its rows are, provided that everything between is
+linear in them: values before the output projection, `up` before `down`, or a layer before ReLU and the next
+layer.
+
+The search does not depend on module names. A forward pass shows which norm's output is the input of which
+layers. Sizes show which layers may feed them, possibly head by head. Each candidate is then tested: after
+folding in powers of two, the decoder layer must still compute the same output.
 """
 
 from __future__ import annotations
@@ -24,20 +26,21 @@ from hfq.quantization.layer_inputs import Call, run_decoder_layer
 __all__ = ["Fold", "Trace", "find_fold", "scale_columns", "trace"]
 
 _EQUAL = 1e-3
-"""The largest change of a block's output that is rounding, as a share of the change where nothing is made
-good.
+"""Largest change of a decoder layer's output that counts as rounding.
+
+It is a fraction of the change without compensation.
 """
 
 
 @dataclass(frozen=True)
 class Fold:
-    """A module that takes the scale of other layers' inputs.
+    """A module that absorbs the scale of other layers' inputs.
 
     Attributes:
-        name: Its name within the block.
-        module: A norm, or a linear layer.
-        channels: int64 [in]: which output channel of it feeds each input channel of those layers.
-        offset: What a norm adds to its weight: 1 for those that store it so.
+        name: Name within the decoder layer.
+        module: A norm or a linear layer.
+        channels: int64 [in], the output channel of the module that feeds each input channel of those layers.
+        offset: Number that a norm adds to its weight: 1 for norms that store their weight minus 1.
     """
 
     name: str
@@ -47,27 +50,27 @@ class Fold:
 
     @property
     def is_norm(self) -> bool:
-        """Whether the module is a norm."""
+        """True if the module is a norm."""
         return self.module.weight.dim() == 1  # type: ignore[operator]
 
     @property
     def out_features(self) -> int:
-        """The output channels of the module."""
+        """Number of output channels of the module."""
         return len(self.module.weight) if self.is_norm else size_of(self.module)[0]  # type: ignore[arg-type]
 
     def give(
         self, scale: torch.Tensor, dtype_of: Callable[[str], torch.dtype]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Divides the module's output channels by a scale, as nearly as what is stored of them can hold it.
+        """Divides the module's output channels by a scale, within the precision of its stored dtype.
 
         Args:
-            scale: float32 [out of the module], positive; 1 for channels that feed none of the layers.
-            dtype_of: The dtype of each stored parameter; the rows of a linear layer, which is quantized
-                later, stay float32.
+            scale: float32 [out of the module], positive. 1 for channels that feed none of the layers.
+            dtype_of: Returns the dtype of a stored parameter. Rows of a linear layer stay float32, because
+                the layer is quantized later.
 
         Returns:
-            The scale that the layers' input channels are to be multiplied by, float32 [in], and the
-            parameters that changed, by name within the block and in their dtypes.
+            The scale to multiply the layers' input channels by, float32 [in]; and the changed parameters in
+                their dtypes, by name within the decoder layer.
         """
         weight: torch.Tensor = self.module._parameters["weight"].detach()  # type: ignore[union-attr]
         changed: dict[str, torch.Tensor] = {}
@@ -89,7 +92,7 @@ class Fold:
 
 
 def put(module: nn.Module, local: str, value: torch.Tensor) -> None:
-    """Puts a value in a parameter's place."""
+    """Replaces a parameter's value."""
     module._parameters[local] = nn.Parameter(value, requires_grad=False)
 
 
@@ -101,12 +104,12 @@ def scale_columns(layer: nn.Module, scale: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward of a block.
+    """Record of one forward pass of a decoder layer.
 
     Attributes:
-        inputs: The input of each linear layer that it reached, in the order in which they ran.
-        norms: The norms, by name within the block, with their outputs.
-        output: What the block gave.
+        inputs: Input of each linear layer that ran, in execution order.
+        norms: Norms by name within the decoder layer, with their outputs.
+        output: Output of the decoder layer.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -114,7 +117,7 @@ class Trace:
     output: torch.Tensor
 
     def readers(self, name: str) -> list[str]:
-        """The layers that are given the same tensor as this one."""
+        """Returns the layers that receive the same input tensor as this one."""
         if name not in self.inputs:
             return []
         return [other for other, inputs in self.inputs.items() if _is_same(inputs, self.inputs[name])]
@@ -123,8 +126,9 @@ class Trace:
 def trace(
     decoder_layer: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tensor, call: Call
 ) -> Trace:
-    """Runs a block and keeps what its linear layers get and its norms give; all is kept alive, so that no two
-    share memory.
+    """Runs a decoder layer and records the inputs of its linear layers and outputs of its norms.
+
+    All recorded tensors stay alive, so that no two share memory.
     """
     inputs: dict[str, torch.Tensor] = {}
     norms: list[tuple[str, nn.Module, torch.Tensor]] = []
@@ -162,20 +166,20 @@ def find_fold(
     call: Call,
     known: dict[str, Fold | None],
 ) -> Fold | None:
-    """The module that can take a scale of the input of some layers.
+    """Finds the module that can absorb a scale of some layers' input.
 
     Args:
-        decoder_layer: The block, its weights in place; afterwards it is as it was.
-        linears: All of its layers that are quantized: the only linear layers that may change.
-        group: Those with this input.
-        seen: What `trace` saw of these hidden states.
-        hidden: Hidden states to try it on.
-        call: The block's call.
-        known: What was found for the same layers of other experts; added to.
+        decoder_layer: The decoder layer, with its weights in memory. It is unchanged afterwards.
+        linears: All of its quantized layers. No other linear layer may change.
+        group: The layers with this input.
+        seen: Result of `trace` for these hidden states.
+        hidden: Hidden states to test candidates with.
+        call: Other arguments of the decoder layer.
+        known: Results for the same layers of other experts. The new result is added.
 
     Returns:
-        It, or None where there is none, or where these hidden states reach neither the layers nor those of
-        another expert.
+        The module. None if there is none, or if these hidden states reach neither the layers nor those of
+            another expert.
     """
     pattern = without_number(group[0])
     if is_expert(group[0]) and pattern in known:
@@ -197,7 +201,7 @@ def find_fold(
 def _of_expert(
     like: Fold | None, layer: str, decoder_layer: nn.Module, linears: Mapping[str, nn.Module]
 ) -> Fold | None:
-    """What was found for one expert, for the expert of this layer."""
+    """Returns the result of another expert, transferred to the expert of this layer."""
     if like is None:
         return None
     name = with_number_of(like.name, layer)
@@ -209,7 +213,7 @@ def _of_expert(
 def _candidates(
     decoder_layer: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace
 ) -> Iterator[Fold]:
-    """The norm that gives the group's input; else linear layers that ran before, the last one first."""
+    """Yields norms whose output is the group's input, and then earlier linear layers, last first."""
     inputs = seen.inputs[group[0]]
     channels = torch.arange(inputs.shape[-1])
     for name, module, output in seen.norms:
@@ -229,19 +233,19 @@ def _candidates(
 
 
 def _channel_maps(given: int, taken: int, dims: Iterable[int]) -> Iterator[torch.Tensor]:
-    """Which of a layer's output channels may feed each input channel of another."""
+    """Yields possible maps from another layer's input channels to a layer's output channels."""
     if given == taken:
         yield torch.arange(taken)
-    if given > taken:  # values behind queries and keys, or `up` behind the gate
+    if given > taken:  # values after queries and keys, or `up` after the gate
         yield torch.arange(given - taken, given)
     shared = (
         given if given < taken else (given - taken) // 2
-    )  # values of fewer heads: alone, or behind as many keys
+    )  # values of fewer heads: alone, or after as many keys
     for dim in dims:
         if 0 < shared < taken and not shared % dim and not taken % shared:
             heads = torch.arange(given - shared, given).view(-1, 1, dim)
             yield heads.expand(-1, taken // shared, -1).flatten()
-        if given == 3 * taken and not taken % dim:  # queries, keys and values of each head together
+        if given == 3 * taken and not taken % dim:  # queries, keys, and values of each head together
             yield torch.arange(given).view(-1, 3, dim)[:, 2].flatten()
 
 
@@ -253,8 +257,9 @@ def _change(
     hidden: torch.Tensor,
     call: Call,
 ) -> float:
-    """How much the block's output moves where the inputs of layers are scaled by powers of two, made good by
-    a module or by none.
+    """Returns the change of the output after scaling inputs by powers of two.
+
+    The fold compensates the scale. None means no compensation.
     """
     outputs = size_of(layers[0])[1] if fold is None else fold.out_features
     scale = torch.randint(-4, 5, (outputs,), generator=torch.Generator().manual_seed(0)).float().exp2()

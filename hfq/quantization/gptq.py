@@ -1,12 +1,12 @@
-"""GPTQ: codes chosen one input channel after the other, each error made good by the channels that are still
-floats.
+"""GPTQ: rounding one input channel at a time, with later channels correcting each error.
 
-Frantar et al. 2023, arXiv 2210.17323; Chee et al. 2023, arXiv 2307.13304 (theorem 6) show that it is the same
-as feedback through an LDL factorization of the Hessian, and that is the form here: with H = L L^T over the
-channels in reverse order and F = L / diag(L), channel k is rounded at w_k + sum over channels j done before
-of (w_j - q_j) F_jk. One Cholesky factorization is all that is needed, where the usual form inverts H and
-factors the inverse. The sums are matrix products over halves of halves of the channels, so that almost all of
-the work is in large products.
+Frantar et al. 2023, arXiv 2210.17323. Chee et al. 2023, arXiv 2307.13304 (theorem 6), show that GPTQ equals
+feedback through an LDL factorization of the Hessian. This module uses that form.
+
+Let H = L L^T over the channels in reverse order, and F = L / diag(L). Channel k is rounded at w_k + the sum
+of (w_j - q_j) F_jk over all channels j quantized before it. This needs one Cholesky factorization. The usual
+form inverts H and factors the inverse. The sums are matrix products over recursively halved ranges of
+channels, so large products do almost all of the work.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _MOST_DAMPING = 1.0
 
 @dataclass(frozen=True)
 class Factor:
-    """The factored Hessian of one input; layers that share the input share it.
+    """Factored Hessian of one input, used by all layers with that input.
 
     Attributes:
-        feedback: float32 [in, in], lower triangular with ones on the diagonal, over the channels in the
-            reverse of their order; what lies above the diagonal is not looked at.
-        variances: float32 [in], the squared diagonal of L: what an error of 1 in a channel costs once the
-            later ones have made good.
-        order: int64 [in]: the channels in the reverse of the order they are quantized in.
-        damping: The share of the mean diagonal that was added to it.
+        feedback: float32 [in, in], lower triangular with ones on the diagonal, over the channels in reverse
+            order. Elements above the diagonal are not read.
+        variances: float32 [in], the squared diagonal of L. This is the cost of an error of 1 in a channel
+            after later channels have corrected it.
+        order: int64 [in], the channels in reverse order of quantization.
+        damping: Fraction of the mean diagonal that was added to the diagonal.
     """
 
     feedback: TriangularMatrix | torch.Tensor
@@ -55,14 +55,15 @@ class Factor:
 
 @dataclass(frozen=True)
 class Solved:
-    """A quantized layer.
+    """Quantized weight of one layer, before bit packing.
 
     Attributes:
         codes: uint8 [in, out].
-        scales: float32 [groups, out], values that F16 holds.
+        scales: float32 [groups, out]. Every value is exact in float16.
         zeros: float32 [groups, out].
         g_idx: int64 [in], the group of each channel.
-        loss: The mean squared error of the layer's outputs on the calibration set (of the damped Hessian).
+        loss: Mean squared error of the layer's outputs on the calibration data, computed with the damped
+            Hessian.
     """
 
     codes: torch.Tensor
@@ -73,45 +74,47 @@ class Solved:
 
 
 def check_moments(name: str, mean: float, is_finite: bool) -> None:
-    """Refuses second moments of an input that say nothing of it.
+    """Raises an error if the second moments of an input are not usable.
 
     Args:
-        name: The layer's name.
-        mean: The mean of their diagonal.
-        is_finite: Whether all are finite.
+        name: Name of the layer.
+        mean: Mean of the diagonal of the moments.
+        is_finite: True if all moments are finite.
 
     Raises:
-        SetupError: Names the layer.
+        SetupError: The moments are not finite or all zero.
     """
     if not is_finite:
         raise SetupError(
-            "The activations that reach a layer are not finite; it cannot be quantized.",
+            "The inputs of a layer are not finite, so the layer cannot be quantized.",
             tensor=name,
             expected="finite activations",
             found=f"a Hessian whose diagonal has a mean of {mean}",
-            fix="check the model on this calibration text; run it in float32",
+            fix="Check that the model's outputs for this calibration data are finite in float32.",
         )
     if mean <= 0:
         raise SetupError(
-            "No token of the calibration set reached a layer, or all its activations are zero.",
+            "No calibration token reached a layer, or all its inputs are zero.",
             tensor=name,
-            expected="activations other than zero",
+            expected="nonzero activations",
             found="none",
-            fix="use more, or other, calibration text",
+            fix="Pass more or different calibration data.",
         )
 
 
 def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: str) -> Factor:
-    """Orders the channels and factors their damped Hessian; where that fails the damping grows.
+    """Orders the channels and factors their damped Hessian.
+
+    The damping doubles until the factorization succeeds.
 
     Args:
-        hessian: float32 [in, in], the mean over tokens of x x^T; used up.
-        recipe: How the channels are ordered, and the damping to begin with.
-        name: The layer's name, for messages.
+        hessian: float32 [in, in], the mean over tokens of x x^T. Its memory is reused.
+        recipe: Order of the channels and initial damping.
+        name: Name of the layer, for messages.
 
     Raises:
-        SetupError: No token reached the layer, a value is not finite, or no damping up to the diagonal's mean
-            itself helps.
+        SetupError: No token reached the layer, a value is not finite, or no damping up to the mean of the
+            diagonal is enough.
     """
     matrix = TriangularMatrix.of(hessian)
     diagonal = matrix.diagonal()
@@ -127,15 +130,15 @@ def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: st
             roots = matrix.diagonal()
             return Factor(matrix.divide(roots), roots.square(), order, damping)
         logger.warning(
-            "%s: its Hessian is not positive definite with damping %g; trying %g.", name, damping, 2 * damping
+            "%s: the Hessian is not positive definite with damping %g. Trying %g.", name, damping, 2 * damping
         )
         damping *= 2
     raise SetupError(
         "The Hessian of a layer cannot be factored.",
         tensor=name,
-        expected=f"a positive definite one with damping {_MOST_DAMPING:g}",
+        expected=f"a positive definite Hessian with damping {_MOST_DAMPING:g}",
         found=f"a mean diagonal of {mean:g}",
-        fix="use more calibration text, or a larger damp_percent",
+        fix="Pass more calibration data, or a larger damp_percent.",
     )
 
 
@@ -146,14 +149,14 @@ def solve(
 
     Args:
         weight: float [out, in].
-        factor: The factored Hessian of its input.
-        weight_format: The dialect: bits, groups, symmetry.
-        recipe: The method's options.
-        name: The layer's name, for messages.
+        factor: Factored Hessian of the layer's input.
+        weight_format: Format variant, with bits, group size, and symmetry.
+        recipe: Options of the method.
+        name: Name of the layer, for messages.
 
     Raises:
-        FormatError: Groups do not divide the input, or the weight is not finite or out of the range of the
-            dialect's scales.
+        FormatError: The group size does not divide the input, or the weight is not finite or exceeds the
+            range of the format's scales.
     """
     _check(weight, weight_format, name)
     out_features, in_features = weight.shape
@@ -163,9 +166,9 @@ def solve(
     loss, rows = (
         0.0,
         max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32,
-    )  # an eighth of the factor
+    )  # an eighth of the factor's memory
     rows = -(-out_features // -(-out_features // max(rows, 32)) // 32) * 32
-    for start in range(0, out_features, rows):  # outputs know nothing of each other
+    for start in range(0, out_features, rows):  # outputs are independent
         part = slice(start, start + rows)
         solver = _Solver(
             weight[part].detach(),
@@ -178,14 +181,16 @@ def solve(
         )
         loss += float(solver.run().double().sum())
         g_idx = solver.g_idx
-        del solver  # before the next part is taken
+        del solver  # frees its memory before the next part
         trim_heap()
     return Solved(codes, scales, zeros, g_idx, loss / out_features)
 
 
 class _Solver:
-    """The state of one solve. `rows` holds, channel by channel in reverse order, the float to be rounded,
-    then the error made.
+    """State of one solve.
+
+    `rows` holds one channel per row, in reverse order. A row holds the float to round, and after rounding its
+    error.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class _Solver:
         self.loss = torch.zeros(out_features)
 
     def run(self) -> torch.Tensor:
-        """Fills codes, scales and zeros; the loss of each output [out]."""
+        """Fills codes, scales, and zeros. Returns the loss of each output [out]."""
         if self.recipe.static_groups:
             places = torch.empty_like(self.factor.order)
             places[self.factor.order] = torch.arange(self.size)
@@ -225,8 +230,9 @@ class _Solver:
         return self.loss
 
     def _halve(self, start: int, stop: int) -> None:
-        """Quantizes channels [start, stop) from the last to the first, whose floats hold the errors of all
-        after them.
+        """Quantizes channels [start, stop), last first.
+
+        Their floats already contain the corrections of all later channels.
         """
         size, unit = stop - start, _LEAF if self.recipe.static_groups else self.span
         if size <= unit:
@@ -242,8 +248,9 @@ class _Solver:
             self.rows[start:middle].addmm_(feedback[:, start:middle].t(), self.rows[first:last])
 
     def _group(self, start: int, stop: int) -> None:
-        """Fits the scales of one group to what its weights would be if they stayed floats, and quantizes
-        it.
+        """Fits the scales of one group, and quantizes the group.
+
+        The scales fit the values that the weights would have if the whole group stayed unquantized.
         """
         original = self.weight[start:stop].float()
         group = (
@@ -261,7 +268,7 @@ class _Solver:
         self._quarter(start, stop)
 
     def _quarter(self, start: int, stop: int) -> None:
-        """As `_halve`, within a group."""
+        """Does the same as `_halve` within a group."""
         if stop - start <= _LEAF:
             self._leaf(start, stop)
             return
@@ -271,7 +278,7 @@ class _Solver:
         self._quarter(start, middle)
 
     def _leaf(self, start: int, stop: int) -> None:
-        """Quantizes some channels, one after the other."""
+        """Quantizes a few channels, one at a time."""
         channels, groups = self.factor.order[start:stop], self._groups(start, stop)
         original = self.weight[start:stop].float()
         rows = self.rows[start:stop]
@@ -301,13 +308,13 @@ class _Solver:
         rows.copy_(errors)
 
     def _groups(self, start: int, stop: int) -> torch.Tensor:
-        """int64, the groups of channels."""
+        """Returns the group of each channel, int64."""
         if self.recipe.desc_act and not self.recipe.static_groups:
             return (self.size - 1 - torch.arange(start, stop)) // self.span
         return self.factor.order[start:stop] // self.span
 
     def _fit(self, group: int, weights: torch.Tensor, importance: torch.Tensor) -> None:
-        """Settles the scales and zero points of one group [span, out]."""
+        """Sets the scales and zero points of one group [span, out]."""
         low, high = weights.amin(0), weights.amax(0)
         scales, zeros = self.format.scales_and_zeros(low, high)
         if self.recipe.narrows:
@@ -323,7 +330,7 @@ class _Solver:
         scales: torch.Tensor,
         zeros: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of ranges that are narrower by steps, the one of the least squared error for each output."""
+        """Returns the scales and zero points of the narrowed range with the least error per output."""
         best = self._error(weights, importance, scales, zeros)
         for step in range(1, _CLIP_STEPS):
             share = 1 - step * (1 - _NARROWEST) / (_CLIP_STEPS - 1)
@@ -342,7 +349,7 @@ class _Solver:
 
 
 def _order(diagonal: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """The channels in the order in which they are quantized."""
+    """Returns the channels in order of quantization."""
     if recipe.desc_act:
         return diagonal.argsort(descending=True, stable=True)
     span = recipe.group_size if recipe.group_size != -1 else len(diagonal)
@@ -359,18 +366,18 @@ def _check(weight: torch.Tensor, weight_format: Gptq, name: str) -> None:
     bits = weight_format.num_bits
     if in_features % 32 or out_features % 32 or in_features % span:
         raise FormatError(
-            f"GPTQ with {bits} bits in groups of {weight_format.group_size} cannot hold a layer of this "
+            f"GPTQ with {bits} bits in groups of {weight_format.group_size} does not support a layer of this "
             f"size.",
             tensor=name,
             found=f"[{out_features}, {in_features}]",
-            expected="sizes divisible by 32, and an input divisible by the group size",
-            fix="choose another group size, or leave this layer dense (modules_to_not_convert)",
+            expected="sizes divisible by 32, and an input size divisible by the group size",
+            fix="Choose another group size, or add this layer to modules_to_not_convert.",
         )
     if not all(torch.isfinite(part).all() for part in weight.split(_CHECKED_ROWS)):
         raise FormatError(
-            "A weight is not finite; the layer cannot be quantized.",
+            "A weight contains values that are not finite, so the layer cannot be quantized.",
             tensor=name,
             expected="finite weights",
-            found=f"{int((~torch.isfinite(weight)).sum())} that are not",
-            fix="download the checkpoint again",
+            found=f"{int((~torch.isfinite(weight)).sum())} values that are not finite",
+            fix="Download the checkpoint again.",
         )

@@ -1,9 +1,8 @@
-"""The hidden folder in which a quantized checkpoint grows, shard by shard, and the journal of what is
-finished.
+"""Hidden folder in which a quantized checkpoint is written shard by shard, with a journal.
 
-It lies beside the folder that is asked for, and takes its name when all is done; until then nothing stands
-under that name. A run that is killed leaves it, and the same run, started again, keeps every shard whose
-bytes have the digest that the journal has.
+It is next to the output folder, and is renamed to it when everything is done. Until then, the output folder
+does not exist. A killed run leaves the hidden folder behind. When the same run starts again, it keeps every
+shard whose digest matches the journal.
 """
 
 from __future__ import annotations
@@ -31,15 +30,16 @@ _NAME = "journal.json"
 
 
 class Journal:
-    """The finished shards of one job.
+    """Finished shards of one run.
 
     Args:
-        target: The folder that the checkpoint gets.
-        job: What determines every byte of it, as JSON types; a folder of another job is refused.
+        target: Final folder of the checkpoint.
+        job: Everything that determines the output bytes, as JSON types. A hidden folder of another job raises
+            an error.
 
     Raises:
-        SetupError: Another job was begun for this target, or another process works on it.
-        CheckpointError: The folder cannot be made.
+        SetupError: An unfinished run with another job exists for this target, or another process uses it.
+        CheckpointError: The folder cannot be created.
     """
 
     def __init__(self, target: Path, job: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Journal:
         self.shards: dict[str, dict[str, Any]] = {}
         self.guarded(lambda: self.folder.mkdir(exist_ok=True))
         self._descriptor = os.open(self.folder, os.O_RDONLY)
-        self.close = weakref.finalize(self, os.close, self._descriptor)  # and with it, the lock
+        self.close = weakref.finalize(self, os.close, self._descriptor)  # also releases the lock
         try:
             self._begin()
         except BaseException:
@@ -59,26 +59,26 @@ class Journal:
         return shard in self.shards
 
     def add(self, shard: str, tensors: Mapping[str, StoredTensor], notes: Mapping[str, Any]) -> None:
-        """Writes a shard, reads it back for its digest, and enters it.
+        """Writes a shard, reads it back for its digest, and records it.
 
         Args:
-            shard: The file's name.
-            tensors: As for `write_safetensors`.
-            notes: What is to be known of it later, as JSON types.
+            shard: Name of the file.
+            tensors: Same as for `write_safetensors`.
+            notes: Entry to store with the shard, as JSON types.
 
         Raises:
-            CheckpointError: It could not be written; the shards before it are kept.
+            CheckpointError: The shard cannot be written. Earlier shards are kept.
         """
         try:
             write_safetensors(self.folder / shard, tensors, {"format": "pt"})
         except CheckpointError as error:
             raise CheckpointError(
-                "A shard could not be written; nothing stands under the final name, and the blocks that are "
-                "finished are kept.",
+                "A shard cannot be written. The output folder was not created, and finished decoder layers "
+                "are kept.",
                 file=self.folder / shard,
                 expected=error.expected,
                 found=error.found,
-                fix="free space, and run it again to go on",
+                fix="Free disk space, and run the same command again to continue.",
                 problems=(error.message,),
             ) from error
         self.shards[shard] = {
@@ -89,11 +89,11 @@ class Journal:
         self._save()
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small file beside the shards."""
+        """Writes a small file next to the shards."""
         self.guarded(lambda: (self.folder / name).write_text(text, encoding="utf-8"))
 
     def finish(self) -> None:
-        """Gives the folder its name."""
+        """Renames the folder to its final name."""
 
         def rename() -> None:
             (self.folder / _NAME).unlink()
@@ -115,7 +115,7 @@ class Journal:
         self._save()
 
     def _lock(self) -> None:
-        """Keeps other processes from the folder for as long as this one lives."""
+        """Locks the folder against other processes, until this one ends."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -123,12 +123,12 @@ class Journal:
                 f"Another process is quantizing into {self.target}. Nothing was changed.",
                 file=self.folder,
                 expected="one process for each folder",
-                found="a folder that is locked",
-                fix="wait for it, or choose another folder",
+                found="a locked folder",
+                fix="Wait for the other process, or choose another folder.",
             ) from error
         except OSError as error:
             logger.warning(
-                "%s cannot be locked (%s): run no second process for it.", self.folder, error.strerror
+                "%s cannot be locked (%s). Do not start a second process for it.", self.folder, error.strerror
             )
 
     def _resume(self) -> None:
@@ -136,27 +136,27 @@ class Journal:
             found = json.loads((self.folder / _NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                "The journal of a quantization that was begun cannot be read. Nothing was changed.",
+                "The journal of an unfinished quantization cannot be read. Nothing was changed.",
                 file=self.folder / _NAME,
-                expected="what hfq wrote",
+                expected="the journal that hfq wrote",
                 found=error,
-                fix="remove this folder, and begin again",
+                fix="Remove this folder, and start again.",
             ) from error
         if found["job"] != self.job:
             differing = sorted(
                 key for key in {*found["job"], *self.job} if found["job"].get(key) != self.job.get(key)
             )
             raise SetupError(
-                f"Another quantization into {self.target} was begun and not finished. Nothing was changed.",
+                f"An unfinished quantization into {self.target} has other options. Nothing was changed.",
                 file=self.folder,
-                expected="the same source, recipe and calibration set",
-                found=f"another {', '.join(differing)}",
-                fix="run it again as it was begun, or remove this folder",
+                expected="the same source, recipe, and calibration data",
+                found=f"different {', '.join(differing)}",
+                fix="Run it with its original options, or remove this folder.",
             )
         for shard, entry in found["shards"].items():
             file = self.folder / shard
             if not file.is_file() or _digest(file) != entry["sha256"]:
-                logger.warning("%s is not as it was written; it is made again.", file)
+                logger.warning("%s has changed since it was written. It is written again.", file)
                 continue
             self.shards[shard] = entry
         for file in self.folder.iterdir():
@@ -180,11 +180,11 @@ class Journal:
             action()
         except OSError as error:
             raise CheckpointError(
-                "The quantized checkpoint could not be written; nothing stands under its name.",
+                "The quantized checkpoint cannot be written. The output folder was not created.",
                 file=self.folder,
                 expected="free space in a writable folder",
                 found=error.strerror,
-                fix="free space, and run it again to go on",
+                fix="Free disk space, and run the same command again to continue.",
             ) from error
 
 
@@ -198,7 +198,7 @@ def _digest(file: Path) -> str:
 
 
 def _digest_by_chunks(stream: BinaryIO) -> str:
-    """As `hashlib.file_digest`, which Python 3.10 has not."""
+    """Does the same as `hashlib.file_digest`, which Python 3.10 lacks."""
     digest = hashlib.sha256()
     while chunk := stream.read(1 << 20):
         digest.update(chunk)

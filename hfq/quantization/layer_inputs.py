@@ -1,6 +1,4 @@
-"""Runs single blocks of a model on what reaches them: the calls of every block are taken down in one pass
-without weights.
-"""
+"""Inputs of single decoder layers, recorded in one pass without weights."""
 
 from __future__ import annotations
 
@@ -30,39 +28,40 @@ __all__ = [
 
 
 class _Enough(Exception):
-    """Ends a forward whose rest nobody needs."""
+    """Ends a forward pass early."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a block is called with beside its hidden states."""
+    """Arguments of a decoder layer other than its hidden states."""
 
     args: tuple
     kwargs: Mapping[str, Any]
 
 
 Stage = list[list[str]]
-"""Groups of layers that are measured in one pass; the layers of a group share their input."""
+"""Groups of layers that are measured in one pass. The layers of a group share their input."""
 
 
 def capture(
     model: nn.Module, decoder_layers: Mapping[str, nn.Module], batches: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
-    """The hidden states that reach the first block, and the calls of all blocks, of which none computes.
+    """Records the inputs of every decoder layer without running any layer.
 
     Args:
-        model: The model; what lies before its blocks must be able to compute.
-        decoder_layers: Its blocks in order.
+        model: The model. Modules before its decoder layers must be able to compute.
+        decoder_layers: Decoder layers by name, in order.
         batches: Token ids [batch, length].
 
     Returns:
-        The hidden states of each batch, and by block the call for each batch.
+        The hidden states that enter the first decoder layer, for each batch; and the calls of each decoder
+            layer, one per batch.
 
     Raises:
-        SetupError: The model does more between its blocks than to hand on hidden states.
+        SetupError: The model changes the hidden states between its decoder layers.
     """
     with torch.no_grad():
-        for is_tuple in (False, True):  # some models take the first of what a block returns
+        for is_tuple in (False, True):  # some models expect a tuple from a decoder layer
             recorder = _Recorder(list(decoder_layers), is_tuple)
             with recorder.within(decoder_layers):
                 for batch in batches:
@@ -71,11 +70,11 @@ def capture(
             if recorder.is_plain:
                 return recorder.hidden, recorder.calls
     raise SetupError(
-        f"The blocks of {type(model).__name__} do not hand their hidden states to one another; it cannot be "
-        f"calibrated.",
-        expected="blocks that are called with what the one before returned",
+        f"A decoder layer of {type(model).__name__} does not receive the output of the layer before it. "
+        f"The model cannot be calibrated.",
+        expected="decoder layers that are called with the output of the layer before",
         found=recorder.broken,
-        fix="quantize with method='rtn' or 'fp8', which need no calibration",
+        fix="Use method='rtn' or 'fp8', which need no calibration data.",
     )
 
 
@@ -120,13 +119,13 @@ class _Recorder:
 
 
 def run_decoder_layer(decoder_layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
-    """The block's output, by its class's own forward: its weights are in place."""
+    """Returns the decoder layer's output, computed by the forward of its class."""
     with torch.no_grad():
         return forward_decoder_layer(decoder_layer, hidden, call)
 
 
 def forward_decoder_layer(decoder_layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
-    """As `run_decoder_layer`, and autograd records where it is on."""
+    """Does the same as `run_decoder_layer`, without disabling autograd."""
     output = type(decoder_layer).forward(decoder_layer, hidden, *call.args, **call.kwargs)
     return output[0] if isinstance(output, tuple) else output
 
@@ -138,22 +137,22 @@ def find_stages(
     call: Call,
     star: Callable[[str], str],
 ) -> list[Stage]:
-    """In which order the layers of a block run, and which of them share an input.
+    """Finds the execution order of a decoder layer's linear layers, and their shared inputs.
 
     Args:
-        decoder_layer: The block, its weights in place.
-        linears: Its linear layers by name.
-        hidden: Hidden states to try it on.
-        call: The block's call.
-        star: Gives layers that run in one stage, as those of all experts, one name.
+        decoder_layer: The decoder layer, with its weights in memory.
+        linears: Linear layers by name.
+        hidden: Hidden states to run it with.
+        call: Other arguments of the decoder layer.
+        star: Returns one common name for layers that run in one stage, such as those of all experts.
 
     Returns:
-        The stages; layers that these hidden states do not reach are in none.
+        The stages. Layers that these hidden states do not reach are in none.
     """
     reached: list[tuple[str, torch.Tensor]] = []
     with _watching(
         linears, lambda name, inputs: reached.append((name, inputs))
-    ):  # keeps inputs, so that no two share memory
+    ):  # keeps inputs alive, so that no two share memory
         run_decoder_layer(decoder_layer, hidden, call)
     stages: dict[str, Stage] = {}
     previous: torch.Tensor | None = None
@@ -178,11 +177,11 @@ def find_stages(
 
 @dataclass
 class Moments:
-    """The second moments of what reached a layer.
+    """Second moments of a layer's input.
 
     Attributes:
-        hessian: float32 [in, in], the sum over tokens of x x^T; `mean` divides it.
-        tokens: How many there were.
+        hessian: float32 [in, in], the sum over tokens of x x^T. `mean` divides it.
+        tokens: Number of tokens.
     """
 
     hessian: TriangularMatrix
@@ -195,7 +194,7 @@ class Moments:
         self.tokens += len(rows)
 
     def mean(self) -> TriangularMatrix:
-        """The mean over tokens, in place."""
+        """Divides by the number of tokens in place, and returns the mean."""
         return self.hessian.divide(max(self.tokens, 1))
 
 
@@ -210,15 +209,15 @@ def measure(
     is_last_known: bool,
     kind: type[AnyMoments] = Moments,  # type: ignore[assignment]
 ) -> dict[str, AnyMoments]:
-    """The moments of the inputs of some layers over all batches.
+    """Gathers the moments of some layers' inputs over all batches.
 
     Args:
-        decoder_layer: The block, its weights in place.
-        layers: The layers by name, one of each group.
-        batches: The hidden states that reach the block.
-        calls: Its call for each batch.
-        is_last_known: Whether each forward can end once it has reached all of them.
-        kind: What is gathered of each, from zeros [in, in].
+        decoder_layer: The decoder layer, with its weights in memory.
+        layers: One layer of each group, by name.
+        batches: Hidden states that enter the decoder layer.
+        calls: Other arguments of the decoder layer, for each batch.
+        is_last_known: True if each forward pass can end after it has reached all of these layers.
+        kind: Class of the moments, constructed from zeros [in, in].
     """
     moments: dict[str, AnyMoments] = {}
     for name, layer in layers.items():

@@ -1,5 +1,6 @@
-"""Freed memory goes back to the system: the C library keeps what lies between live tensors, and the peak
-would grow by it.
+"""Return of freed memory to the system.
+
+The C library keeps free memory between live tensors, which would increase peak memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["trim_heap"]
 
 
 def trim_heap() -> None:
-    """Gives all that is free back, where the C library can; some milliseconds."""
+    """Returns all free memory to the system if the C library supports it."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,6 +1,4 @@
-"""The model card of a quantized checkpoint: the source's own, with a section that says how it was
-quantized.
-"""
+"""Model card of a quantized checkpoint, with a section on the quantization."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ def model_card(
     dense: list[str],
     calibration: Calibration | None,
 ) -> str:
-    """The text of README.md.
+    """Returns the text of README.md.
 
     Args:
-        text: The source's README.md, or nothing.
+        text: The source's README.md, or an empty string.
         source: The float checkpoint.
-        recipe: How it was quantized.
-        report: Its layers.
-        dense: Linear layers that stay floats.
-        calibration: The calibration set, or None.
+        recipe: Method and options.
+        report: Report of the run.
+        dense: Linear layers that stay unquantized.
+        calibration: Calibration data, or None.
     """
     body = (
         text.partition(_HEADING)[0].rstrip()
@@ -68,7 +66,7 @@ def model_card(
         lines += [f"| calibration | {samples} sequences of {length} tokens of {calibration.source} |"]
         lines += [f"| sha256 of the tokens | {calibration.digest} |"]
     if losses:
-        kind = "of outputs on the calibration set" if calibration is not None else "of weights"
+        kind = "of outputs on the calibration data" if calibration is not None else "of weights"
         worst = max(losses, key=lambda name: losses[name])
         lines += [
             "",
@@ -79,14 +77,14 @@ def model_card(
         kept = (
             f"fell from {before:.3g} to {after:.3g}"
             if after < before
-            else f"is {before:.3g}: what was trained was not kept"
+            else f"is {before:.3g}: the trained values were not kept"
         )
-        lines += ["", f"Recovery of {block}: the mean squared error of its outputs {kept}."]
+        lines += ["", f"Distillation of {block}: the mean squared error of its outputs {kept}."]
     told = (
-        ("Left as floats", dense),
+        ("Unquantized", dense),
         ("Rounded to nearest", nearest),
         ("Reached by fewer than 128 tokens", few),
-        ("Rounded without scaling, since nothing before them can take a scale", plain),
+        ("Rounded without scaling, because no preceding module can absorb a scale", plain),
     )
     for what, names in told:
         if names:

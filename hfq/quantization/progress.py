@@ -1,4 +1,4 @@
-"""What is told of a quantization: of each layer, after each block, and of the whole."""
+"""Progress and results of a quantization run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["LayerReport", "Progress", "QuantizeReport"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One quantized layer.
+    """Result for one quantized layer.
 
     Attributes:
-        name: Its name in the model.
-        method: How it was quantized.
-        tokens: The calibration tokens that reached it; None where the method needs none.
-        loss: The mean squared error of its outputs on them.
-        damp_percent: The damping that its factorization took.
-        exponent: The power of the activations' magnitudes that AWQ scaled its input channels by; None where
-            nothing before it can take a scale.
+        name: Name in the model.
+        method: Method that quantized it.
+        tokens: Number of calibration tokens that reached it. None if the method needs none.
+        loss: Mean squared error of its outputs on these tokens, or of its weights without tokens.
+        damp_percent: Damping that its factorization used, as a fraction.
+        exponent: AWQ's exponent: input channels are scaled by the activations' magnitudes to this power. None
+            if no preceding module can absorb a scale.
     """
 
     name: str
@@ -34,7 +34,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Progress:
-    """A finished decoder layer: name, number, layers, seconds since the start and left."""
+    """Report on a finished decoder layer: its name and number, and seconds elapsed and left."""
 
     decoder_layer: str
     done: int
@@ -45,23 +45,24 @@ class Progress:
 
     @property
     def loss(self) -> float:
-        """The mean loss of its layers, NaN where the method has none."""
+        """Mean loss of its layers. NaN if the method computes none."""
         losses = [layer.loss for layer in self.layers if layer.loss is not None]
         return sum(losses) / len(losses) if losses else math.nan
 
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What was written.
+    """Summary of a finished quantization.
 
     Attributes:
-        path: The folder.
-        format: The format of its quantized layers.
-        layers: What is known of each layer.
-        nbytes: The bytes of all tensors.
-        resumed: Blocks that an earlier run had finished.
-        seconds: How long it took.
-        distilled: With recovery, the mean squared error of each block's outputs before and after it.
+        path: Folder of the quantized checkpoint.
+        format: Format of the quantized layers.
+        layers: Result for each layer.
+        nbytes: Bytes of all tensors.
+        resumed: Number of decoder layers that an earlier run had finished.
+        seconds: Duration of this run.
+        distilled: Mean squared error of each distilled decoder layer's outputs, before and after. Empty
+            without distillation.
     """
 
     path: Path

@@ -1,5 +1,6 @@
-"""What stands beside the shards of a quantized checkpoint: the index, the configs, the tokenizer's files and
-the model card.
+"""Files next to the shards of a quantized checkpoint.
+
+These are the index, the configs, the tokenizer's files, and the model card.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ def finish(
     dense: list[str],
     calibration: Calibration | None,
 ) -> None:
-    """Completes the folder, reads it back by its headers, and gives it its name.
+    """Writes the remaining files, checks the folder's headers, and gives it its final name.
 
     Args:
-        journal: Holds all shards.
-        source: The float checkpoint, whose other files are copied.
-        recipe: How it was quantized.
-        weight_format: What its layers are packed as.
-        report: What is told in the card.
-        dense: The stored names of linear layers that stay floats.
-        calibration: The calibration set, or None.
+        journal: Journal with all shards.
+        source: The float checkpoint. Its other files are copied.
+        recipe: Method and options.
+        weight_format: Format of the quantized layers.
+        report: Report for the model card.
+        dense: Stored names of linear layers that stay unquantized.
+        calibration: Calibration data, or None.
 
     Raises:
-        CheckpointError: A file cannot be written or copied, or the folder does not read back as it should.
+        CheckpointError: A file cannot be written or copied, or the folder does not read back correctly.
     """
     config = recipe.quantization_config(weight_format, dense, __version__)
     copied, _ = side_files(source.checkpoint)
@@ -70,7 +71,7 @@ def finish(
 
 
 def _check(folder: Path, source: Source, config: dict[str, Any], report: QuantizeReport) -> None:
-    """hfq itself must see the layers packed, and everything else as it was."""
+    """Checks that hfq detects the quantized layers, and that all other tensors are unchanged."""
     written = Checkpoint.open(folder)
     found = detect_formats(tensors_by_module(written.tensors), config)
     quantized = {
@@ -86,12 +87,12 @@ def _check(folder: Path, source: Source, config: dict[str, Any], report: Quantiz
             name for name in kept if str(written.tensors.get(name)) != kept[name]
         )
         raise CheckpointError(
-            "The quantized checkpoint does not read back as it was written; nothing stands under its name.",
+            "The quantized checkpoint does not read back correctly. The output folder was not created.",
             file=folder,
             tensor=odd,
-            expected="every layer packed, and all else as it was",
+            expected="every layer quantized, and all other tensors unchanged",
             found=str(written.tensors.get(odd)),
-            fix="remove this folder and run it again; if that does not help, report it",
+            fix="Remove this folder, and run the same command again. If the error remains, report it.",
         )
 
 

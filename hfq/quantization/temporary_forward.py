@@ -1,5 +1,6 @@
-"""Linear layers of a block in memory: each computes by panels of its stored bytes, and no weight is ever
-whole in floats.
+"""Temporary forwards for linear layers in memory.
+
+Each computes with panels of its stored bytes, so no weight is ever whole in floats.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ __all__ = ["hold", "let_go", "tensors_of"]
 
 
 _PANEL_NBYTES = 1 << 20
-"""Of a panel in floats; what a format makes on the way takes as much again, or more."""
+"""Bytes of a float panel. Intermediate tensors of a format need as much again, or more."""
 
 
 class _TemporaryForward:
-    """The forward of a layer that is held."""
+    """Temporary forward of a layer."""
 
     def __init__(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:
         before = vars(layer).get("forward")
@@ -36,19 +37,20 @@ class _TemporaryForward:
 
 
 def hold(layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:
-    """Makes a linear layer or a Conv1D compute with packed or float tensors, until `let_go`; its own weight
-    stays as it is.
+    """Makes a linear layer or a Conv1D compute with quantized or float tensors until `let_go`.
+
+    The layer's own weight does not change.
 
     Args:
-        layer: The layer; its bias, where it has one, is its own.
-        tensors: A weight [out, in] by the local names of its format.
-        weight_format: Their format.
+        layer: The layer. It computes with its own bias if it has one.
+        tensors: Tensors of a weight [out, in], by the local names of its format.
+        weight_format: Format of the tensors.
     """
     layer.forward = _TemporaryForward(layer, tensors, weight_format)
 
 
 def let_go(layer: nn.Module) -> None:
-    """Gives a layer that is held its own forward again."""
+    """Restores a layer's own forward."""
     held = vars(layer).get("forward")
     if isinstance(held, _TemporaryForward):
         del layer.forward
@@ -57,6 +59,6 @@ def let_go(layer: nn.Module) -> None:
 
 
 def tensors_of(layer: nn.Module) -> Mapping[str, torch.Tensor] | None:
-    """What a layer computes with if it is held."""
+    """Returns the tensors of a layer's temporary forward, or None without one."""
     held = vars(layer).get("forward")
     return held.tensors if isinstance(held, _TemporaryForward) else None

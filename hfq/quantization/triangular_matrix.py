@@ -1,8 +1,7 @@
-"""The lower half of a symmetric or a triangular matrix: second moments and their factors, in half of the
-memory and of the work.
+"""Lower half of a symmetric or triangular matrix, with half of the memory and work.
 
-The matrix lies in panels of rows, each as wide as its last row is long. Beside it, no operation takes more
-than some panels.
+The matrix is stored in panels of rows. Each panel is as wide as its last row is long. Besides the matrix,
+every operation needs memory for only a few panels.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ __all__ = ["TriangularMatrix"]
 
 _ROWS = 256
 _TAKEN_ROWS = 64
-"""Rows that are gathered at once: whole ones lie beside the matrix."""
+"""Rows gathered in one step. Whole rows need memory in addition to the matrix."""
 
 
 class TriangularMatrix:
-    """A float32 matrix [size, size] of which panels of rows hold what lies on and below the diagonal.
+    """float32 matrix [size, size], stored as panels of rows up to the diagonal.
 
     Args:
-        panels: float32 [rows, stop] for rows [start, stop) each, `_ROWS` but for the last. The square at a
-            panel's end lies on the diagonal; of a symmetric matrix it is whole, of a triangular one its upper
-            half is not looked at.
+        panels: float32 [rows, stop] for rows [start, stop). Every panel but the last has `_ROWS` rows. The
+            square at its right end lies on the diagonal. A symmetric matrix fills the square. A triangular
+            matrix leaves its upper half unread.
     """
 
     def __init__(self, panels: list[torch.Tensor]) -> None:
@@ -34,7 +33,7 @@ class TriangularMatrix:
 
     @classmethod
     def zeros(cls, size: int) -> TriangularMatrix:
-        """The matrix [size, size] of zeros."""
+        """Returns a matrix [size, size] of zeros."""
         return cls(
             [
                 torch.zeros(min(_ROWS, size - start), min(start + _ROWS, size))
@@ -44,14 +43,14 @@ class TriangularMatrix:
 
     @classmethod
     def of(cls, matrix: TriangularMatrix | torch.Tensor) -> TriangularMatrix:
-        """Views of a matrix [size, size]; a triangle as it is."""
+        """Returns views of a dense matrix [size, size]. Returns a TriangularMatrix unchanged."""
         if isinstance(matrix, TriangularMatrix):
             return matrix
         return cls([matrix[start : start + _ROWS, : start + _ROWS] for start in range(0, len(matrix), _ROWS)])
 
     @staticmethod
     def nbytes_of(size: int) -> int:
-        """The bytes that a matrix of this size takes."""
+        """Returns the bytes of a matrix of this size."""
         return sum(4 * min(_ROWS, size - start) * min(start + _ROWS, size) for start in range(0, size, _ROWS))
 
     @property
@@ -59,39 +58,40 @@ class TriangularMatrix:
         return self._panels[-1].shape[1]
 
     def add_products(self, rows: torch.Tensor) -> None:
-        """Adds X^T X, X float32 [tokens, size]."""
+        """Adds X^T X, for X float32 [tokens, size]."""
         for start, stop, panel in self._spans():
             panel.addmm_(rows[:, start:stop].t(), rows[:, :stop])
 
     def divide(self, by: float | torch.Tensor) -> TriangularMatrix:
-        """Divides, in place, all by a number or each column by its own [size]."""
+        """Divides in place: everything by a number, or each column by its element of a vector [size]."""
         for _, stop, panel in self._spans():
             panel.div_(by[:stop] if isinstance(by, torch.Tensor) else by)
         return self
 
     def diagonal(self) -> torch.Tensor:
-        """A copy of the diagonal [size]."""
+        """Returns a copy of the diagonal [size]."""
         return torch.cat([panel.diagonal(start) for start, _, panel in self._spans()])
 
     def add_to_diagonal(self, value: float) -> None:
-        """Adds a number to the diagonal, in place."""
+        """Adds a number to the diagonal in place."""
         for start, _, panel in self._spans():
             panel.diagonal(start).add_(value)
 
     def is_finite(self) -> bool:
-        """Whether every value is, and sums do not overflow."""
+        """True if every value is finite and no panel's sum overflows."""
         return all(bool(torch.isfinite(panel.sum())) for panel in self._panels)
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Rows [first, last), panel by panel: (start, stop, [stop - start, at least stop]), views."""
+        """Yields views of rows [first, last) by panel: (start, stop, [stop - start, stop or wider])."""
         for number in range(first // _ROWS, -(-last // _ROWS)):
             start = number * _ROWS
             above, below = max(first, start), min(last, start + _ROWS)
             yield above, below, self._panels[number][above - start : below - start]
 
     def corner(self, first: int, last: int) -> torch.Tensor:
-        """The square of rows and columns [first, last), of which the lower half counts; a view where it lies
-        in one panel.
+        """Returns the square of rows and columns [first, last). Only its lower half is valid.
+
+        The result is a view if the rows lie in one panel.
         """
         pieces = list(self.pieces(first, last))
         if len(pieces) == 1:
@@ -103,14 +103,15 @@ class TriangularMatrix:
         return square
 
     def whole(self) -> torch.Tensor:
-        """The symmetric matrix [size, size]; this one is used up."""
+        """Returns the whole symmetric matrix [size, size], and empties this one."""
         matrix, self._panels = self._whole_rows(torch.arange(self.size)), []
         return matrix
 
     def permute(self, order: torch.Tensor) -> TriangularMatrix:
-        """The symmetric matrix of elements [order[i], order[j]]; this one is used up, panel by panel.
+        """Returns the symmetric matrix of elements [order[i], order[j]].
 
-        The last rows of the new matrix are taken first, and leave the old one a smaller matrix of the rest.
+        Empties this matrix panel by panel. The last rows of the new matrix are extracted first, and the rest
+        becomes a smaller matrix.
         """
         left, done = torch.arange(self.size), []
         for start in reversed(range(0, self.size, _ROWS)):
@@ -128,10 +129,10 @@ class TriangularMatrix:
         return TriangularMatrix(done[::-1])
 
     def factor(self) -> bool:
-        """Turns a symmetric matrix A into L, lower triangular with A = L L^T, in place.
+        """Replaces a symmetric matrix A in place by the lower triangular L with A = L L^T.
 
         Returns:
-            Whether it was positive definite. If not, it is as before but for rounding.
+            True if A is positive definite. Otherwise the matrix is restored, except for rounding.
         """
         for number, (start, _, panel) in enumerate(self._spans()):
             for _, stop, above in self._spans(number):
@@ -153,7 +154,7 @@ class TriangularMatrix:
         return True
 
     def _restore(self, number: int) -> None:
-        """Undoes `factor`, which has come as far as the corner of a panel."""
+        """Undoes `factor` after it failed at the corner of a panel."""
         panels = self._panels
         for row in range(number, -1, -1):
             start = panels[row].shape[1] - panels[row].shape[0]
@@ -168,13 +169,13 @@ class TriangularMatrix:
                 panels[row][:, stop - panels[column].shape[0] : stop] = part
 
     def _spans(self, count: int | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(start, stop, panel) of the first `count` panels."""
+        """Yields (start, stop, panel) of the first `count` panels."""
         for panel in self._panels[:count]:
             rows, stop = panel.shape
             yield stop - rows, stop, panel
 
     def _whole_rows(self, places: torch.Tensor) -> torch.Tensor:
-        """Whole rows of the symmetric matrix: [places, size]."""
+        """Returns whole rows of the symmetric matrix, [places, size]."""
         rows = torch.empty(len(places), self.size)
         for start, stop, panel in self._spans():
             inside, above = (
@@ -186,10 +187,10 @@ class TriangularMatrix:
         return rows
 
     def _keep(self, kept: torch.Tensor) -> None:
-        """Leaves the rows and columns of these places, in ascending order, in the memory of the first panels.
+        """Keeps only the rows and columns at these ascending places, in the memory of the first panels.
 
-        A row moves up by less than a panel, so that a panel's own rows are not needed any more when it is
-        written.
+        A row moves up by less than a panel. A panel's own rows have therefore been read before the panel is
+        overwritten.
         """
         old, spans = self._panels, list(self._spans())
         self._panels = []

@@ -1,9 +1,9 @@
 """Codebook quantization: each value becomes the index of its nearest entry in a small table.
 
-The table is fitted to the values (k-means: Han et al. 2016, arXiv 1510.00149, section 3), or fixed and scaled
-by the largest magnitude of a block: NF4, the quantiles of a normal distribution (Dettmers et al. 2023, arXiv
-2305.14314, appendix E), and the four-bit floats E1M2, E2M1 (OCP MX 1.0, table 5, and FP4 of every maker) and
-E3M0 (a sign and powers of two).
+The table is either fitted to the values (k-means: Han et al. 2016, arXiv 1510.00149, section 3), or fixed and
+scaled by the largest magnitude of a block. Fixed tables are NF4, the quantiles of a normal distribution
+(Dettmers et al. 2023, arXiv 2305.14314, appendix E), and 4-bit floats. The floats are E1M2, E2M1 (OCP MX 1.0,
+table 5, and every vendor's FP4), and E3M0 (a sign and powers of two).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
     "fp4_e2m1": _signed((0, 0.5, 1, 1.5, 2, 3, 4, 6)),
     "fp4_e3m0": _signed((0, 0.25, 0.5, 1, 2, 4, 8, 16)),
 }
-"""The fixed tables by name, in increasing order; the two zeros of a float format are one entry."""
+"""Fixed tables by name, in increasing order. The two zeros of a float format are one entry."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Codebook:
 
     Attributes:
         indices: uint8 [rows, columns].
-        table: float32 [entries], or [rows, entries] where each row has one of its own.
-        scale: float32 [rows, columns / block_size] that entries are multiplied by, or None.
+        table: float32 [entries], or [rows, entries] with one table per row.
+        scale: float32 [rows, columns / block_size], multiplied with the entries; or None.
     """
 
     indices: torch.Tensor
@@ -46,7 +46,7 @@ class Codebook:
     scale: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [rows, columns]."""
+        """Returns the values, float32 [rows, columns]."""
         index = self.indices.to(torch.int64)
         values = self.table[index] if self.table.dim() == 1 else self.table.gather(1, index)
         if self.scale is None:
@@ -55,23 +55,24 @@ class Codebook:
 
 
 def fixed(weight: torch.Tensor, name: str, block_size: int = 32) -> Codebook:
-    """Rounds to the nearest entry of a fixed table, scaled so that each block's largest magnitude meets the
-    table's.
+    """Rounds to the nearest entry of a fixed table, scaled per block.
+
+    The scale maps each block's largest magnitude to the largest magnitude of the table.
 
     Args:
         weight: [rows, columns], floats.
-        name: One of `CODEBOOKS`.
-        block_size: Columns of a row that share a scale.
+        name: Key of `CODEBOOKS`.
+        block_size: Number of columns in a row that share a scale.
 
     Raises:
-        SetupError: There is no such table, or blocks do not divide the columns.
+        SetupError: The table does not exist, or block_size does not divide the columns.
     """
     if name not in CODEBOOKS or block_size < 1 or weight.shape[1] % block_size:
         raise SetupError(
-            "A matrix cannot be quantized by this table.",
-            expected=f"{', '.join(CODEBOOKS)}; columns divisible by block_size",
+            "The matrix cannot be quantized with this table.",
+            expected=f"a table {', '.join(CODEBOOKS)}, and columns divisible by block_size",
             found=f"{name!r}, {weight.shape[1]} columns, block_size={block_size}",
-            fix="correct the name or the size of blocks",
+            fix="Use one of these tables, and a block_size that divides the columns.",
         )
     table = torch.tensor(CODEBOOKS[name], dtype=torch.float32)
     blocked = weight.to(torch.float32).unflatten(1, (-1, block_size))
@@ -81,14 +82,15 @@ def fixed(weight: torch.Tensor, name: str, block_size: int = 32) -> Codebook:
 
 
 def kmeans(weight: torch.Tensor, num_bits: int = 4, by_row: bool = False, steps: int = 50) -> Codebook:
-    """Fits a table of `2**num_bits` entries by Lloyd's algorithm, from entries that are evenly spaced over
-    the range.
+    """Fits a table of `2**num_bits` entries by Lloyd's algorithm.
+
+    The initial entries are evenly spaced over the range.
 
     Args:
         weight: [rows, columns], floats.
         num_bits: 1 to 8.
-        by_row: Whether each row has a table of its own.
-        steps: The most iterations; it ends where nothing changes.
+        by_row: True if each row gets its own table.
+        steps: Most iterations. The algorithm stops early when no index changes.
     """
     rows = weight.to(torch.float32) if by_row else weight.to(torch.float32).reshape(1, -1)
     spread = torch.linspace(0, 1, 1 << num_bits)
@@ -106,7 +108,7 @@ def kmeans(weight: torch.Tensor, num_bits: int = 4, by_row: bool = False, steps:
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The index of the nearest entry; of two that are equally near, the lower."""
+    """Returns the index of the nearest entry, or the lower one of two equally near."""
     return torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)
 
 

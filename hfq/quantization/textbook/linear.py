@@ -1,5 +1,6 @@
-"""Affine (linear) quantization: integer codes with one scale, and one zero point, for a tensor, a channel, a
-group or a block.
+"""Affine (linear) quantization: integer codes with a scale and an optional zero point.
+
+A tensor, a channel, a group, or a block shares one scale and one zero point.
 
     w = scale * (code - zero_point)
 
@@ -7,8 +8,8 @@ Absmax (symmetric): codes in [-(2^(b-1) - 1), 2^(b-1) - 1], zero point 0, scale 
 Zero-point (asymmetric): codes in [-2^(b-1), 2^(b-1) - 1], scale = (max w - min w) / (2^b - 1).
 
 Sources: Jacob et al. 2018, arXiv 1712.05877, section 2.1; Dettmers et al. 2022, arXiv 2208.07339, section 2;
-Gholami et al. 2021, arXiv 2103.13630, section III. GLM-130B's recipe (Zeng et al. 2023, arXiv 2210.02414,
-section 3.3) is absmax by output channel.
+Gholami et al. 2021, arXiv 2103.13630, section III. The recipe of GLM-130B (Zeng et al. 2023, arXiv
+2210.02414, section 3.3) is absmax per output channel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Affine:
     Attributes:
         codes: int32 [rows, columns].
         scale: float32 [rows / block rows, columns / block columns].
-        zero_point: float32, as `scale`; None for zero everywhere.
+        zero_point: float32 with the shape of `scale`. None means zero everywhere.
         block: (rows, columns) that share a scale.
     """
 
@@ -42,7 +43,7 @@ class Affine:
     block: tuple[int, int]
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [rows, columns]."""
+        """Returns the values, float32 [rows, columns]."""
         centred = _blocked(self.codes.to(torch.float32), self.block)
         if self.zero_point is not None:
             centred = centred - self.zero_point[:, None, :, None]
@@ -56,14 +57,14 @@ def absmax(
     group_size: int = 128,
     block: tuple[int, int] = (128, 128),
 ) -> Affine:
-    """Symmetric quantization by the largest magnitude.
+    """Quantizes symmetrically by the largest magnitude.
 
     Args:
         weight: [rows, columns], floats.
         num_bits: 2 to 8.
-        strategy: What shares a scale: all, a row, `group_size` columns of a row, or a `block`.
-        group_size: For `"group"`.
-        block: For `"block"`.
+        strategy: Elements that share a scale: all, a row, `group_size` columns of a row, or a `block`.
+        group_size: Group size for `"group"`.
+        block: (rows, columns) for `"block"`.
 
     Raises:
         SetupError: Groups or blocks do not divide the matrix.
@@ -84,8 +85,7 @@ def zero_point(
     group_size: int = 128,
     block: tuple[int, int] = (128, 128),
 ) -> Affine:
-    """Asymmetric quantization of the range from the smallest to the largest value; the arguments are those of
-    `absmax`.
+    """Quantizes the range from the smallest to the largest value. Arguments match `absmax`.
 
     Raises:
         SetupError: Groups or blocks do not divide the matrix.
@@ -104,27 +104,27 @@ def zero_point(
 def block_of(
     shape: torch.Size, strategy: Strategy, group_size: int, block: tuple[int, int]
 ) -> tuple[int, int]:
-    """The (rows, columns) that share a scale.
+    """Returns the (rows, columns) that share a scale.
 
     Raises:
-        SetupError: They do not divide the matrix, or the strategy has another name.
+        SetupError: They do not divide the matrix, or the strategy is unknown.
     """
     rows, columns = shape
     blocks = {"tensor": (rows, columns), "channel": (1, columns), "group": (1, group_size), "block": block}
     if strategy not in blocks:
         raise SetupError(
-            "There is no such strategy of quantization.",
+            f"strategy={strategy!r} is not valid.",
             expected=", ".join(blocks),
             found=repr(strategy),
-            fix="correct strategy",
+            fix="Use one of these values.",
         )
     found = blocks[strategy]
     if min(found) < 1 or rows % found[0] or columns % found[1]:
         raise SetupError(
-            f"Scales by {strategy} do not divide a matrix of this size.",
+            f"The {strategy} size does not divide the matrix.",
             expected=f"multiples of {found}",
             found=str(tuple(shape)),
-            fix="choose another size of groups or blocks",
+            fix="Choose a group or block size that divides the matrix.",
         )
     return found
 

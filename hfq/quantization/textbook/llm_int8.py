@@ -1,10 +1,9 @@
-"""LLM.int8(): int8 products with a scale for each row of activations and of weights, and outlier features in
-full precision.
+"""LLM.int8(): int8 products with scales per row, and outlier features in full precision.
 
-Dettmers et al. 2022, arXiv 2208.07339, section 3. A feature (input channel) in which any activation reaches
-the threshold is left out of the int8 product and multiplied in floats. Without it this is row-wise or
-vector-wise W8A8; with one scale for a tensor, absmax or zero-point W8A8. Products of int8 codes are exact in
-float64 up to 2**38 of them.
+Dettmers et al. 2022, arXiv 2208.07339, section 3. Activations and weights have one scale per row. A feature
+(input channel) in which any activation reaches the threshold is excluded from the int8 product and multiplied
+in floats. Without the threshold, this is row-wise or vector-wise W8A8. With one scale per tensor, it is
+absmax or zero-point W8A8. Sums of up to 2**38 products of int8 codes are exact in float64.
 """
 
 from __future__ import annotations
@@ -19,13 +18,15 @@ __all__ = ["THRESHOLD", "Granularity", "int8_linear", "outlier_features"]
 
 THRESHOLD = 6.0
 Granularity = Literal["tensor", "row", "vector"]
-"""Scales of activations and weights: one each; one for each row (token) of activations; and one for each
-output channel, too.
+"""Scales of activations and weights.
+
+"tensor": one each. "row": one for each row (token) of activations. "vector": also one for each output channel
+of the weight.
 """
 
 
 def outlier_features(activations: torch.Tensor, threshold: float = THRESHOLD) -> torch.Tensor:
-    """bool [in]: the features in which some activation [tokens, in] reaches the threshold."""
+    """Returns the features that reach the threshold in any activation [tokens, in], bool [in]."""
     return activations.abs().amax(0) >= threshold
 
 
@@ -36,14 +37,14 @@ def int8_linear(
     symmetric: bool = True,
     threshold: float | None = THRESHOLD,
 ) -> torch.Tensor:
-    """The product of activations [tokens, in] and a weight [out, in], both quantized to int8.
+    """Multiplies activations [tokens, in] and a weight [out, in], both quantized to int8.
 
     Args:
-        activations: Floats.
-        weight: Floats.
-        granularity: What shares a scale.
-        symmetric: Whether activations are quantized by absmax; weights always are.
-        threshold: From which magnitude on a feature is computed in floats; None for no feature.
+        activations: [tokens, in], floats.
+        weight: [out, in], floats.
+        granularity: Elements that share a scale. See `Granularity`.
+        symmetric: True if activations are quantized by absmax. Weights always are.
+        threshold: Least magnitude of a feature that is computed in floats. None computes none in floats.
 
     Returns:
         float32 [tokens, out].

@@ -1,9 +1,8 @@
-"""Optimal Brain Quantization: exact greedy quantization of one row at a time, the oracle that GPTQ
-approximates.
+"""Optimal Brain Quantization: exact greedy quantization of one row at a time.
 
-Frantar & Alistarh 2022, arXiv 2208.11580, algorithm 3. Of the weights that are still floats, the one whose
-rounding costs least is rounded, and the others move to make good for it. Each row costs the
-cube of its length: it is for small layers.
+GPTQ approximates this method. Frantar & Alistarh 2022, arXiv 2208.11580, algorithm 3. Each step rounds the
+remaining weight whose rounding costs least, and adjusts the others to compensate. The cost of a row is cubic
+in its length, so this is for small layers only.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ __all__ = ["obq"]
 def obq(
     weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a small layer on a given grid, one scale and zero point for each row.
+    """Returns the codes of a small layer on a given grid with one scale and zero point per row.
 
     Args:
         weight: [out, in], floats.
         hessian: [in, in], positive definite.
         scales: [out].
         zeros: [out].
-        top: The largest code.
+        top: Largest code.
 
     Returns:
-        Codes in [0, top], int64 [out, in], where a weight is scale * (code - zero); and the order in which
-        the channels of each row were rounded, int64 [out, in].
+        Codes in [0, top], int64 [out, in], with weight = scale * (code - zero); and the order in which the
+            channels of each row were rounded, int64 [out, in].
     """
     inverse = torch.linalg.inv(hessian.double())
     rows = [
