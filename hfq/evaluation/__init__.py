@@ -1,1 +1,1 @@
-"""Measures what a loaded model is worth."""
+"""Evaluation of loaded models: perplexity, divergence from a reference, and comparison."""

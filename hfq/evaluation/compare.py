@@ -1,4 +1,4 @@
-"""Are two checkpoints, or two placements of one, the same model? Bytes first, then numbers, then logits."""
+"""Comparison of two checkpoints or two placements by bytes, values, and logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Kind = Literal[
     "extra",
 ]
 SAME_NUMBERS = ("other format", "other dtype")
-"""Differences of the bytes alone."""
+"""Differences in stored bytes only. The values are equal."""
 
 _PROMPT_TOKENS = 32
 _UNRELATED_COSINE = 0.1
@@ -41,17 +41,16 @@ _MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class Difference:
-    """One weight that is not stored with the same bytes.
+    """One weight whose stored bytes differ.
 
     Attributes:
-        name: Its name in the model.
-        kind: `other format` and `other dtype`: the same numbers in other bytes. `inflated`: quantized in A
-            and unquantized in B; `quantized`: the reverse. `re-initialised`: unrelated values.
-                `missing`: not in B;
-            `extra`: not in A.
-        first: How A stores it.
-        second: How B stores it.
-        distance: How far apart the numbers are; None where they cannot be compared.
+        name: Name in the model.
+        kind: `other format` and `other dtype`: equal values in other bytes. `inflated`: quantized in A and
+            unquantized in B. `quantized`: the reverse. `re-initialised`: unrelated values. `missing`: not in
+            B. `extra`: not in A.
+        first: Format in A, or None.
+        second: Format in B, or None.
+        distance: Distance between the values. None if they cannot be compared.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class LogitDistance:
-    """The logits of one prompt: bit-equality, and how far B's are from A's (KL(A || B) in nats)."""
+    """Equality of the logits of one prompt, and the distance of B's from A's (KL(A || B) in nats)."""
 
     tokens: int
     is_equal: bool
@@ -79,19 +78,18 @@ class LogitDistance:
             f"{self.kl_mean:.3e} nats, top-1 agreement {self.top1_agreement:.2%}"
         )
 
-
 @dataclass(frozen=True, repr=False)
 class Comparison(Displayed):
-    """The answer.
+    """Result of `compare`.
 
     Attributes:
-        equal: Whether every weight holds the same numbers, none was inflated or quantized, and the logits are
-            bit-equal.
-        weights: The weights of both models together.
-        identical: Those of them with the same bytes.
-        differences: The others.
-        logits: None where they were not asked for, or could not be compared.
-        digests: sha256 of every stored tensor: weight → local name → (in A, in B).
+        equal: True if all weights have equal values, none was inflated or quantized, and the logits are
+            bit-identical.
+        weights: Number of distinct weights in both models.
+        identical: Number of weights whose stored bytes are equal.
+        differences: All other weights.
+        logits: Comparison of the logits. None if not requested, or if the vocabularies differ.
+        digests: SHA-256 of every stored tensor: weight → local name → (in A, in B).
     """
 
     first: str
@@ -105,13 +103,9 @@ class Comparison(Displayed):
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         if self.equal:
-            return (
-                "the same model"
-                if not self.differences
-                else "the same model: the same numbers in other bytes"
-            )
+            return "the same model" if not self.differences else "the same model: equal values in other bytes"
         kinds = Counter(each.kind for each in self.differences if each.kind not in SAME_NUMBERS)
         parts = [
             f"{count} weights {kind}" if kind not in ("missing", "extra") else f"{count} {kind}"
@@ -137,7 +131,7 @@ class Comparison(Displayed):
         return Table(f"A: {self.first}, B: {self.second}", note, ("weight", "difference", "A", "B"), rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the result as JSON-ready data."""
         return {"verdict": self.verdict, **asdict(self)}
 
 
@@ -150,21 +144,21 @@ def compare(
     text: str | os.PathLike | None = None,
     logits: bool = True,
 ) -> Comparison:
-    """Compares two checkpoints, or two placements, weight by weight and by the logits of one prompt.
+    """Compares two checkpoints or placements weight by weight, and by the logits of one prompt.
 
-    Everything is computed in float32 by the reference kernel with activations left as they are, so that equal
-    numbers give equal logits whatever dialect holds them.
+    Everything runs in float32 with the reference kernel and unquantized activations. Equal values therefore
+    give equal logits in every format.
 
     Args:
-        first: A: a checkpoint's folder, or a model that hfq loaded.
-        second: B.
-        device_map_a: Where A's weights rest: see `models.as_device_map`.
-        device_map_b: Where B's do.
-        text: A text whose first 32 tokens are the prompt; by default fixed random ids.
-        logits: Whether to compare logits, which runs both models once.
+        first: A: folder of a checkpoint, or a model that hfq loaded.
+        second: B: the same.
+        device_map_a: Placement of A's weights. See `placed_models.as_device_map`.
+        device_map_b: Placement of B's weights.
+        text: Text file whose first 32 tokens are the prompt. None means fixed random ids.
+        logits: True to compare logits, which runs both models once.
 
     Raises:
-        HfqError: One of them cannot be loaded exactly, or hfq did not load it.
+        HfqError: A checkpoint cannot be loaded, or hfq did not load a model.
     """
     models = [
         source if isinstance(source, torch.nn.Module) else load_model(source, device_map, kernel="reference")
@@ -186,7 +180,7 @@ def compare(
 def _compare_unit(
     name: str, a: Weights, b: Weights
 ) -> tuple[Difference | None, dict[str, tuple[str | None, str | None]]]:
-    """What differs in one weight, and the digests of its tensors."""
+    """Returns the difference of one weight, or None, and the digests of its tensors."""
     first, second = a.units.get(name), b.units.get(name)
     held = a.tensors(first) if first else {}, b.tensors(second) if second else {}
     digests = {
@@ -230,7 +224,7 @@ def _judge(first: Unit, second: Unit, held: tuple[dict, dict]) -> Difference:
 
 
 def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -> LogitDistance | None:
-    """The distance of the logits of one prompt; None where the vocabularies differ."""
+    """Compares the logits of one prompt. Returns None if the vocabularies differ."""
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if sizes[0] != sizes[1]:
         return None

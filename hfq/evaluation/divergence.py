@@ -1,5 +1,7 @@
-"""What logits say of a text: surprise at each token, divergence from another model's logits, agreement on the
-likeliest token.
+"""Metrics of logits on a text.
+
+These are the surprise at each token, the divergence from another model, and the agreement on the most likely
+token.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ _SLAB_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Score:
-    """A text under a model, and the model beside a reference.
+    """Score of a model on a text, optionally compared with a reference model.
 
     Attributes:
-        tokens: The tokens that were scored.
-        perplexity: exp of the mean negative log-likelihood of a token, in nats.
-        kl_mean: The mean over tokens of KL(reference || model) of the next token, in nats; None without a
-            reference.
-        kl_p99: Its 99th percentile.
-        top1_agreement: The share of tokens for which both models hold the same next token likeliest.
+        tokens: Number of scored tokens.
+        perplexity: exp of the mean negative log-likelihood per token, in nats.
+        kl_mean: Mean of KL(reference || model) for the next token, in nats. None without a reference.
+        kl_p99: 99th percentile of the same divergence.
+        top1_agreement: Fraction of tokens for which both models have the same most likely next token.
     """
 
     tokens: int
@@ -39,7 +40,7 @@ class Score:
 
 @dataclass
 class Totals:
-    """Sums up batches."""
+    """Running totals over batches."""
 
     tokens: int = 0
     surprise: float = 0.0
@@ -52,12 +53,12 @@ class Totals:
         self.surprise += float(surprises.sum())
 
     def add_comparison(self, divergences: torch.Tensor, agreed: int) -> None:
-        """Adds the divergence at each token of a batch, float64 [tokens], and how often both models agree."""
+        """Adds the divergence at each token of a batch, float64 [tokens], and the agreement count."""
         self.divergences.append(divergences)
         self.agreed += agreed
 
     def score(self) -> Score:
-        """The score of all that was added."""
+        """Returns the score of everything added so far."""
         perplexity = math.exp(min(self.surprise / self.tokens, 700.0))  # exp(710) is beyond a double
         if not self.divergences:
             return Score(self.tokens, perplexity)
@@ -68,7 +69,7 @@ class Totals:
 
 
 def surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The negative log-likelihood of each token in nats, float64 [tokens].
+    """Returns the negative log-likelihood of each token in nats, float64 [tokens].
 
     Args:
         logits: [tokens, vocabulary].
@@ -79,13 +80,14 @@ def surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """
     found = [
         -part.log_softmax(1).gather(1, targets[rows, None])[:, 0] for rows, (part,) in _slabs(logits)
-    ]  # computed in float64, some rows at a time
+    ]  # in float64, a few rows at a time
     return torch.cat(found)
 
 
 def score_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """KL(reference || logits) of each token in nats, float64 [tokens], and on how many tokens the likeliest
-    is the same.
+    """Returns KL(reference || logits) per token in nats, float64 [tokens], and the agreement.
+
+    The agreement is the number of tokens whose most likely prediction is the same.
 
     Args:
         reference: [tokens, vocabulary].
@@ -100,13 +102,14 @@ def score_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[torch.T
         expected, actual = expected.log_softmax(1), actual.log_softmax(1)
         found.append(
             (expected.exp() * (expected - actual)).sum(1).clamp(min=0)
-        )  # below zero by rounding alone
+        )  # only rounding makes it negative
     return torch.cat(found), agreed
 
 
 def _slabs(*logits: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Some rows of each at a time, in float64 on the CPU: a whole batch in float64 would be several times its
-    size.
+    """Yields a few rows of each tensor at a time, in float64 on the CPU.
+
+    A whole batch in float64 would need several times its memory.
     """
     tokens, vocabulary = logits[0].shape
     step = max(_SLAB_ELEMENTS // vocabulary, 1)
@@ -119,8 +122,8 @@ def _slabs(*logits: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
                 raise CheckpointError(
                     "The model's logits are not finite. Nothing was scored.",
                     expected="finite logits",
-                    found=f"{bad} of {part.numel()} logits NaN or infinite",
-                    fix="the checkpoint is damaged, or its dtype too narrow: try --dtype float32, or run "
-                    "`hfq compare` on it",
+                    found=f"{bad} of {part.numel()} logits that are NaN or infinite",
+                    fix="Use --dtype float32. If that does not help, check the checkpoint with "
+                    "`hfq compare`.",
                 )
         yield rows, parts

@@ -1,4 +1,4 @@
-"""Quality against size: what quantized checkpoints keep of a text, and of the model they were made from."""
+"""Evaluation of checkpoints: perplexity, divergence from a reference, and size."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ _DEFAULT_LENGTH = 512
 
 @dataclass(frozen=True, repr=False)
 class Quality(Displayed):
-    """One row of the table.
+    """Result for one checkpoint.
 
     Attributes:
         path: The checkpoint.
-        formats: How it is packed.
-        is_reference: Whether the others are compared with it.
+        formats: Formats of its quantized layers.
+        is_reference: True if the others are compared with it.
         score: Perplexity, and divergence from the reference.
-        size: Its bytes and bits (see `ModelSize`).
+        nbytes: Bytes of its files (see `ModelSize` for the sizes).
+        weights: Number of weights.
+        bits_per_weight: Bits of all stored tensors per weight.
+        bits_per_quantized_weight: Bits per weight of quantized layers. None if no layer is quantized.
         load_seconds: Wall time of loading.
-        seconds: Wall time of its forwards and scores; None for a reference, which runs between the others.
+        seconds: Wall time of forward passes and scores. None for a reference, which runs in turns with the
+            others.
     """
 
     path: str
@@ -75,7 +79,7 @@ class Quality(Displayed):
         return facts
 
     def to_dict(self) -> dict:
-        """As plain data, with the score's fields among the others."""
+        """Returns JSON-ready data, with the fields of the score at the top level."""
         fields = asdict(self)
         return {**{key: value for key, value in fields.items() if key != "score"}, **fields["score"]}
 
@@ -92,24 +96,25 @@ def evaluate(
     dtype: str = "float32",
     say: Callable[[str], None] | None = None,
 ) -> list[Quality]:
-    """Scores checkpoints on a text, one loaded at a time beside the reference.
+    """Scores checkpoints on a text. Loads one at a time, in addition to the reference.
 
     Args:
-        paths: The checkpoints' folders, each with its tokenizer.
-        text: A file in UTF-8.
-        reference: The model to compare with, of the same tokenizer; quantized or not.
-        max_seq_length: Tokens of a window; by default 512, or what the models take.
-        stride: How far apart windows begin; by default they do not overlap.
-        batch_size: Windows of a forward.
-        device_map: Where weights rest: see `models.as_device_map`; all on the CPU by default.
-        dtype: Of activations and dense tensors.
-        say: Called with a line before each checkpoint.
+        paths: Folders of the checkpoints, each with its tokenizer.
+        text: UTF-8 text file.
+        reference: Model to compare with, which has the same tokenizer. It may be quantized.
+        max_seq_length: Tokens per window. None means 512, or the models' limit if that is smaller.
+        stride: Tokens between the starts of two windows. None means no overlap.
+        batch_size: Windows per forward pass.
+        device_map: Placement of the weights. See `placed_models.as_device_map`. None means all on the CPU.
+        dtype: Dtype of activations and unquantized tensors.
+        say: Function that receives a progress line before each checkpoint.
 
     Returns:
-        The reference's row, if there is one, then one for each path.
+        The result of the reference, if there is one, and then one result per path.
 
     Raises:
-        SetupError: The text, the tokenizers or the lengths do not fit; found before anything is loaded.
+        SetupError: The text, the tokenizers, or the lengths do not fit. This is checked before anything is
+            loaded.
         CheckpointError: A checkpoint is damaged, or its logits are not finite.
     """
     everything = [*paths, *([reference] if reference is not None else [])]
@@ -177,33 +182,33 @@ def _length(configs: dict, wanted: int | None) -> int:
     )
     if wanted is not None and wanted > most:
         raise SetupError(
-            "A sequence is longer than a model takes.",
+            "The sequence length exceeds a model's limit.",
             expected=f"at most {most} tokens",
             found=wanted,
-            fix="pass a shorter --max-seq-length",
+            fix="Pass a smaller --max-seq-length.",
         )
     return wanted if wanted is not None else min(_DEFAULT_LENGTH, most)
 
 
 def _tokens(text: str, configs: dict) -> torch.Tensor:
-    """The text's token ids, the same for all checkpoints."""
+    """Returns the text's token ids, which must be equal for all checkpoints."""
     found: torch.Tensor | None = None
     for path, config in configs.items():
         tokens = tokenize(text, path, config.vocab_size)
         if found is not None and not torch.equal(found, tokens):
             raise SetupError(
-                "Two checkpoints have different tokenizers; their perplexities are of different tokens.",
+                "Two checkpoints have different tokenizers, so their perplexities cannot be compared.",
                 file=path,
-                expected=f"the {found.numel()} tokens that {next(iter(configs))} makes of the text",
-                found=f"{tokens.numel()} tokens, or others",
-                fix="compare checkpoints of one model",
+                expected=f"the {found.numel()} tokens of {next(iter(configs))}",
+                found=f"{tokens.numel()} tokens that differ",
+                fix="Evaluate checkpoints of one model only.",
             )
         found = tokens
     if found is None:
         raise SetupError(
-            "There is nothing to evaluate.",
-            expected="one checkpoint or more",
+            "No checkpoint was given.",
+            expected="at least one checkpoint",
             found="none",
-            fix="pass a MODEL",
+            fix="Pass a MODEL.",
         )
     return found

@@ -1,4 +1,4 @@
-"""Perplexity of a causal language model on a text, and its divergence from another model's."""
+"""Perplexity of a causal language model on a text, and divergence from another model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hfq.runtime.run_batches import run_batches
 __all__ = ["perplexity", "score", "score_against"]
 
 _TOKENS_AT_ONCE = 32768
-"""The tokens of batches that run together: their activations are held while blocks are brought."""
+"""Tokens of batches that run together. Their activations stay in memory while layers are onloaded."""
 
 _LOGITS_NBYTES = 1 << 30
-"""The most bytes of a reference's logits that are held, unless one batch has more."""
+"""Most bytes of a reference's logits in memory, unless one batch needs more."""
 
 
 def perplexity(
@@ -30,14 +30,14 @@ def perplexity(
     batch_size: int = 16,
     stride: int | None = None,
 ) -> float:
-    """exp of the mean negative log-likelihood of each token given those before it in its window.
+    """Returns exp of the mean negative log-likelihood per token, given its window's earlier tokens.
 
     Args:
-        model: Takes `input_ids` and returns `logits`, as transformers' causal models do.
-        tokens: int64 [n]; cut into windows of `context`, the rest is dropped.
-        context: Tokens of a window.
-        batch_size: Windows of a forward.
-        stride: How far apart windows begin; `context` by default, so that they do not overlap.
+        model: Model that accepts `input_ids` and returns `logits`, like transformers' causal models.
+        tokens: int64 [n]. They are cut into windows of `context`, and the rest is dropped.
+        context: Tokens per window.
+        batch_size: Windows per forward pass.
+        stride: Tokens between the starts of two windows. None means `context`, without overlap.
 
     Raises:
         SetupError: There are fewer tokens than one window, or a window has fewer than two.
@@ -47,8 +47,9 @@ def perplexity(
 
 
 def score(model: torch.nn.Module, batches: Sequence[Batch]) -> Score:
-    """The perplexity over all batches; layer by layer where hfq streams the model, so that every block is
-    read once.
+    """Returns the score over all batches.
+
+    An offloaded model runs layer by layer, so that every decoder layer is read once.
 
     Raises:
         CheckpointError: A logit is not finite.
@@ -62,20 +63,19 @@ def score(model: torch.nn.Module, batches: Sequence[Batch]) -> Score:
 def score_against(
     model: torch.nn.Module, reference: torch.nn.Module, batches: Sequence[Batch], vocabulary: int
 ) -> tuple[Score, Score, float]:
-    """The score of a model beside a reference, the reference's own score, and the seconds that the model
-    took.
+    """Returns the scores of a model and its reference, and the seconds that the model took.
 
-    Batches go in runs whose reference logits fit into 1 GiB; both models are streamed once for each run.
+    Batches run in groups whose reference logits fit in 1 GiB. Both models are onloaded once per group.
 
     Args:
         model: The model.
-        reference: What it should be like.
+        reference: Model to compare with.
         batches: The text.
-        vocabulary: The logits of a token.
+        vocabulary: Number of logits per token.
 
     Raises:
         CheckpointError: A logit is not finite.
-        SetupError: The two have vocabularies of different sizes.
+        SetupError: The models have vocabularies of different sizes.
     """
     totals = Totals()
     expected = Totals()
@@ -94,13 +94,13 @@ def score_against(
 
 
 def _surprise_and_logits(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return surprise(logits, batch.targets), logits.clone()  # the scored part alone, and no view of the rest
+    return surprise(logits, batch.targets), logits.clone()  # a copy, since a view would keep all logits alive
 
 
 def _comparison(
     kept: dict[int, torch.Tensor],
 ) -> Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, int]]:
-    """Compares the logits of a batch with those that were kept of it, and lets these go."""
+    """Compares a batch's logits with the stored ones, and releases the stored ones."""
 
     def against(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         known = kept.pop(id(batch))
@@ -113,7 +113,7 @@ def _comparison(
 def _run(
     model: torch.nn.Module, batches: Sequence[Batch], use: Callable[[Batch, torch.Tensor], Any]
 ) -> list[Any]:
-    """What `use` makes of the scored logits of each batch."""
+    """Returns the result of `use` for the scored logits of each batch."""
 
     def forward(batch: Batch) -> Any:
         with torch.no_grad():
@@ -124,7 +124,7 @@ def _run(
 
     try:
         loader_of(model)
-    except SetupError:  # not loaded by hfq: nothing is streamed
+    except SetupError:  # not loaded by hfq, so not offloaded
         return [forward(batch) for batch in batches]
     max_concurrent = max(_TOKENS_AT_ONCE // max(batch.input_ids.numel() for batch in batches), 1)
     return run_batches(model, batches, forward, max_concurrent=max_concurrent)
@@ -146,8 +146,8 @@ def _runs(batches: Sequence[Batch], vocabulary: int) -> list[list[Batch]]:
 def _check_vocabulary(reference: torch.Tensor, logits: torch.Tensor) -> None:
     if reference.shape[1] != logits.shape[1]:
         raise SetupError(
-            "The reference has another vocabulary, so that its logits cannot be compared.",
+            "The logits cannot be compared, because the reference has another vocabulary.",
             expected=f"{logits.shape[1]} tokens",
             found=f"{reference.shape[1]} tokens",
-            fix="pass the model that this one was quantized from as --reference",
+            fix="Pass the unquantized original of this model as --reference.",
         )

@@ -1,4 +1,4 @@
-"""Loads what is evaluated, into a placement that is named in one word."""
+"""Loading of models for evaluation, with placements given as one word."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WORDS = ("cpu", "disk", "auto", "cuda")
 
 
 def as_device_map(placement: str | dict | None) -> Any:
-    """A placement as a `device_map`.
+    """Returns a placement as a `device_map`.
 
     Args:
-        placement: `"cpu"`, `"disk"` (all of it), `"auto"`, a device as `"cuda:0"`, or a device map, as a dict
-            or in JSON.
+        placement: `"cpu"`, `"disk"` for everything on disk, `"auto"`, a device such as `"cuda:0"`, or a
+            device map as a dict or as JSON. None means `"cpu"`.
 
     Raises:
-        SetupError: It is none of these.
+        SetupError: The placement is none of these.
     """
     if placement is None or isinstance(placement, dict):
         return {"": "cpu"} if placement is None else dict(placement)
@@ -36,18 +36,18 @@ def as_device_map(placement: str | dict | None) -> Any:
             return json.loads(placement)
         except ValueError as error:
             raise SetupError(
-                "The placement is not JSON.",
-                expected='{"": "cpu", "model.layers.1": "disk"}',
+                "The device map is not valid JSON.",
+                expected='JSON such as {"": "cpu", "model.layers.1": "disk"}',
                 found=error,
-                fix="correct it",
+                fix="Pass a JSON object of module names and devices.",
             ) from error
     word = placement.partition(":")[0]
     if word not in _WORDS:
         raise SetupError(
-            f"There is no placement {placement!r}.{nearest(word, _WORDS)}",
+            f"Device map {placement!r} is not valid.{nearest(word, _WORDS)}",
             found=placement,
-            expected="cpu, disk, auto, cuda:0, or a device map in JSON",
-            fix="correct it",
+            expected="'cpu', 'disk', 'auto', 'cuda:0', or a device map as JSON",
+            fix="Use one of these values.",
         )
     return {"": placement}
 
@@ -58,17 +58,17 @@ def load_model(
     dtype: str = "float32",
     kernel: str = "auto",
 ) -> Any:
-    """The causal language model of a checkpoint, quantized or not, loaded by hfq.
+    """Loads a causal language model, quantized or not, with hfq.
 
     Args:
-        path: The checkpoint's folder.
+        path: Folder of the checkpoint.
         device_map: See `as_device_map`.
-        dtype: Of activations and dense tensors: `float32`, `bfloat16`, `float16`, or `auto` for the
-            checkpoint's own.
-        kernel: As for `HfqConfig`.
+        dtype: Dtype of activations and unquantized tensors: `float32`, `bfloat16`, `float16`, or `auto` for
+            the checkpoint's own.
+        kernel: Same as for `HfqConfig`.
 
     Raises:
-        HfqError: It cannot be loaded exactly.
+        HfqError: The model cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -77,10 +77,10 @@ def load_model(
 
     if dtype != "auto" and dtype not in DTYPES:
         raise SetupError(
-            f"There is no dtype {dtype!r}.{nearest(dtype, DTYPES)}",
+            f"Dtype {dtype!r} is not valid.{nearest(dtype, DTYPES)}",
             expected=f"auto, {', '.join(DTYPES)}",
             found=dtype,
-            fix="correct the dtype",
+            fix="Use one of these values.",
         )
     device_map = as_device_map(device_map)
     logging.disable_progress_bar()
@@ -91,10 +91,10 @@ def load_model(
 
 
 def text_config(path: str | os.PathLike) -> Any:
-    """The config of a checkpoint's language model.
+    """Returns the config of a checkpoint's language model.
 
     Raises:
-        HfqError: There is no checkpoint, or transformers knows no such model.
+        HfqError: The checkpoint is missing, or transformers does not know the model.
     """
     from transformers import AutoConfig
 
@@ -103,27 +103,27 @@ def text_config(path: str | os.PathLike) -> Any:
     Checkpoint.open(path)
     try:
         return AutoConfig.from_pretrained(path).get_text_config()
-    except Exception as error:  # whatever a config of somebody else's raises
+    except Exception as error:  # configs with custom code raise any type
         raise SetupError(
             "transformers cannot read the checkpoint's config.",
             file=path,
             expected="config.json of a causal language model",
             found=f"{type(error).__name__}: {str(error)[:200]}",
-            fix="restore the model's own config.json",
+            fix="Restore the model's original config.json.",
         ) from error
 
 
 class ModelSize:
-    """What a loaded model's checkpoint takes.
+    """Size of a loaded model's checkpoint.
 
     Attributes:
-        nbytes: The bytes of its safetensors files, headers and all.
-        weights: The numbers that it stands for: in × out of every packed layer, and the elements of every
-            dense tensor.
-        bits_per_weight: The bits of all stored tensors over all weights.
-        bits_per_quantized_weight: The bits of quantized layers (codes, scales, zero points, indices, biases)
-            over their weights; None if no layer is quantized.
-        formats: The formats of the packed layers.
+        nbytes: Bytes of the safetensors files, including headers.
+        weights: Number of weights: in × out for every quantized layer, and all elements of unquantized
+            tensors.
+        bits_per_weight: Bits of all stored tensors divided by all weights.
+        bits_per_quantized_weight: Bits of quantized layers (codes, scales, zero points, indices, and biases)
+            divided by their weights. None if no layer is quantized.
+        formats: Formats of the quantized layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -144,4 +144,4 @@ class ModelSize:
         self.bits_per_quantized_weight = (
             8 * quantized_nbytes / quantized_weights if quantized_weights else None
         )
-        self.formats = loading.describe_formats() or "dense"
+        self.formats = loading.describe_formats() or "unquantized"

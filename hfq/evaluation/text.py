@@ -1,4 +1,4 @@
-"""A text as token ids, by the tokenizer beside a checkpoint."""
+"""Reading of text files, and tokenization with a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,71 +13,70 @@ __all__ = ["read_text", "tokenize"]
 
 
 def read_text(file: str | os.PathLike) -> str:
-    """The text of a file.
+    """Reads a text file.
 
     Raises:
-        SetupError: It is not there, not UTF-8, or empty.
+        SetupError: The file is missing, not UTF-8, or empty.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(
-            "The text cannot be read.",
+            "The text file cannot be read.",
             file=file,
-            expected="a text file in UTF-8",
+            expected="a UTF-8 text file",
             found=error,
-            fix="correct --text",
+            fix="Pass the path of a text file as --text.",
         ) from error
     if not text.strip():
         raise SetupError(
-            "The text is empty.",
+            "The text file is empty.",
             file=file,
-            expected="a text of some thousand words",
-            found="nothing but space",
-            fix="pass another file as --text",
+            expected="a text of a few thousand words",
+            found="only whitespace",
+            fix="Pass another file as --text.",
         )
     return text
 
 
 def tokenize(text: str, path: str | os.PathLike, vocabulary: int) -> torch.Tensor:
-    """The token ids of a text, int64 [n].
+    """Tokenizes a text and returns its token ids, int64 [n].
 
     Args:
         text: The text.
-        path: The checkpoint's folder, with its tokenizer.
-        vocabulary: The rows of the model's embedding.
+        path: Folder of the checkpoint, with its tokenizer.
+        vocabulary: Number of tokens that the model knows.
 
     Raises:
-        SetupError: There is no tokenizer, it knows more tokens than the model, or it makes no tokens of the
-            text.
+        SetupError: The tokenizer is missing, has more tokens than the model, or returns no tokens.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-    except Exception as error:  # a tokenizer fails in as many ways as there are tokenizers
+    except Exception as error:  # tokenizers raise many types of errors
         raise SetupError(
             "The checkpoint's tokenizer cannot be loaded.",
             file=path,
             expected="tokenizer.json or another tokenizer's files",
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
-            fix="copy the tokenizer's files of the original model into the folder",
+            fix="Copy the original model's tokenizer files into the folder.",
         ) from error
     if len(tokenizer) > vocabulary or (tokens.numel() and int(tokens.max()) >= vocabulary):
         raise SetupError(
-            "The tokenizer is not the model's: it knows more tokens.",
+            "The tokenizer does not belong to the model, because it has more tokens.",
             file=path,
             expected=f"at most {vocabulary} tokens",
             found=f"{len(tokenizer)} tokens",
-            fix="put the tokenizer of this model into the folder",
+            fix="Put this model's tokenizer into the folder.",
         )
     if not tokens.numel():
         raise SetupError(
-            "The tokenizer makes no tokens of the text.",
+            "The tokenizer returns no tokens for the text.",
             file=path,
             expected="tokens",
             found="none",
-            fix="pass another text",
+            fix="Pass another text.",
         )
     return tokens

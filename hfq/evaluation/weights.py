@@ -1,6 +1,4 @@
-"""The weights of a loaded model one by one, packed or dense, by names that do not depend on how they are
-packed.
-"""
+"""The weights of a loaded model, under names that do not depend on the format."""
 
 from __future__ import annotations
 
@@ -29,10 +27,11 @@ class Unit:
     """One weight of a model.
 
     Attributes:
-        name: Its parameter's name in the model, as `model.layers.0.mlp.up_proj.weight`, were it dense.
-        infos: Its stored tensors by local name; where it is dense one, of no name.
-        weight_format: How it is packed; None where it is dense.
-        module: The packed module that holds it.
+        name: Name that its parameter has in an unquantized model, such as
+            `model.layers.0.mlp.up_proj.weight`.
+        infos: Stored tensors by local name. An unquantized weight has one, with an empty name.
+        weight_format: Format of the weight. None if it is unquantized.
+        module: Quantized module that holds it, or None.
     """
 
     name: str
@@ -42,35 +41,35 @@ class Unit:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is stored in a dialect; an expert that a checkpoint leaves dense is a packed module of
-        floats.
+        """True if the weight is stored in a quantized format.
+
+        An expert that the checkpoint leaves unquantized is in a quantized module, in floats.
         """
         return self.weight_format is not None and not isinstance(self.weight_format, Unquantized)
 
     @property
     def format_name(self) -> str:
-        """How it is stored, for people."""
+        """Short description of the format."""
         info = next(iter(self.infos.values()))
         return (
             self.weight_format.describe()
             if self.weight_format is not None and self.is_quantized
-            else f"dense {info.dtype}"
+            else f"unquantized {info.dtype}"
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight: (out, in) where it is packed."""
+        """Shape of the weight: (out, in) in a quantized module."""
         if self.module is None:
             return next(iter(self.infos.values())).shape
         return self.module.out_features, self.module.in_features
 
 
 class Weights:
-    """The units of a model that hfq loaded; read from where they rest, or from the checkpoint where that is
-    on disk.
+    """The weights of a model that hfq loaded, read from memory or from the checkpoint.
 
     Raises:
-        SetupError: hfq did not load it.
+        SetupError: hfq did not load the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +88,7 @@ class Weights:
                 self._add(Unit(_merged_name(name, stored) or name, {"": info}))
 
     def tensors(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The unit's tensors by local name, on the CPU."""
+        """Returns the unit's tensors by local name, on the CPU."""
         held = unit.module.stored_tensors() if unit.module is not None else {}
         return {
             local: held[local].cpu()
@@ -103,19 +102,19 @@ class Weights:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """sha256 of a tensor's bytes."""
+    """Returns the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one weight is from another of the same shape.
+    """Distance between two weights of the same shape.
 
     Attributes:
-        is_equal: Whether they are bit-equal in float32.
-        max_abs: The largest absolute difference of two elements.
-        relative_l2: The norm of the difference over the norm of the first.
-        cosine: The cosine of the angle between them; near 0 where they have nothing to do with each other.
+        is_equal: True if they are bit-identical in float32.
+        max_abs: Largest absolute difference of two elements.
+        relative_l2: Norm of the difference, divided by the norm of the first.
+        cosine: Cosine of the angle between them. Near 0 for unrelated weights.
     """
 
     is_equal: bool
@@ -125,12 +124,12 @@ class Distance:
 
 
 def distance(first: Unit, second: Unit, tensors: tuple[dict, dict]) -> Distance:
-    """The distance of two units of one shape, dequantized to float32 panel by panel.
+    """Returns the distance of two units of one shape, dequantized to float32 panel by panel.
 
     Args:
         first: A unit.
-        second: Another.
-        tensors: Their tensors.
+        second: Another unit.
+        tensors: Tensors of the first and of the second unit.
     """
     is_transposed = [unit.module is not None and unit.module.is_transposed for unit in (first, second)]
     shape = (first if first.module is not None else second).shape
@@ -159,8 +158,10 @@ def distance(first: Unit, second: Unit, tensors: tuple[dict, dict]) -> Distance:
 def _panel(
     unit: Unit, tensors: Mapping[str, torch.Tensor], part: tuple[int, int, int], other_is_transposed: bool
 ) -> torch.Tensor:
-    """Rows [start, start + count) of so many in all, flat in float32: cut at the same places whether packed
-    or dense.
+    """Returns rows [start, start + count) as a flat float32 tensor.
+
+    `part` is (start, count, rows), with `rows` the number of all rows. Quantized and unquantized weights are
+    cut at the same rows.
     """
     start, count, rows = part
     if unit.weight_format is None:
@@ -173,6 +174,6 @@ def _panel(
 
 
 def _merged_name(name: str, stored: str) -> str | None:
-    """The name of one projection of one expert, which transformers merges into a fused parameter."""
+    """Returns the name of one expert's projection that transformers merges into a fused parameter."""
     found = expert_of(stored.rpartition(".")[0])
     return None if found is None else f"{name.rpartition('.')[0]}.{found[1]}.{found[2]}.weight"

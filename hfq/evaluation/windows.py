@@ -1,4 +1,4 @@
-"""Cuts a text's tokens into windows, and windows into batches that say which of their tokens are scored."""
+"""Windows of a text's tokens, in batches that mark the scored tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Batch", "cut"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows of one length that go through a model together.
+    """Windows of equal length that run through a model together.
 
     Attributes:
         input_ids: int64 [windows, length].
-        first: The first position of each window whose token is scored; those before it are context alone.
+        first: First position of each window whose token is scored. Earlier positions are only context.
     """
 
     input_ids: torch.Tensor
@@ -25,52 +25,52 @@ class Batch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """The tokens that are scored, int64 [windows * (length - first)]."""
+        """Scored tokens, int64 [windows * (length - first)]."""
         return self.input_ids[:, self.first :].reshape(-1)
 
     def scored(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits that predict `targets`, of all logits [windows, length, vocabulary]."""
+        """Selects the logits that predict `targets` from all logits [windows, length, vocabulary]."""
         return logits[:, self.first - 1 : -1].flatten(0, 1)
 
 
 def cut(tokens: torch.Tensor, length: int, stride: int | None = None, batch_size: int = 16) -> list[Batch]:
-    """Windows that begin every `stride` tokens; each token is scored once, in the first window that has
-    context for it.
+    """Cuts tokens into windows that start every `stride` tokens.
 
-    Where windows do not overlap (`stride` is `length`, the default) the first token of each has no context
-    and is not scored. Tokens behind the last whole window are dropped.
+    Each token is scored once, in the first window with context for it. Without overlap (`stride` equals
+    `length`, the default), the first token of each window has no context and is not scored. Tokens after the
+    last whole window are dropped.
 
     Args:
         tokens: int64 [n].
-        length: Tokens of a window.
-        stride: How far apart windows begin, 1 to `length`.
-        batch_size: Windows of a batch.
+        length: Tokens per window.
+        stride: Tokens between the starts of two windows, 1 to `length`.
+        batch_size: Windows per batch.
 
     Raises:
-        SetupError: A window predicts nothing, there are fewer tokens than one window, or the stride leaves a
-            gap.
+        SetupError: A window has fewer than two tokens, the text is shorter than one window, or the stride
+            exceeds the window.
     """
     stride = length if stride is None else stride
     if length < 2 or batch_size < 1:
         raise SetupError(
-            "A window of fewer than two tokens predicts nothing, nor does a batch of no window.",
-            expected="2 or more; 1 or more",
-            found=f"{length} tokens, {batch_size} windows",
-            fix="correct the sequence length or the batch size",
+            "The sequence length or the batch size is too small.",
+            expected="a sequence length of at least 2, and a batch size of at least 1",
+            found=f"a sequence length of {length}, and a batch size of {batch_size}",
+            fix="Pass a larger sequence length or batch size.",
         )
     if not 1 <= stride <= length:
         raise SetupError(
-            "Windows begin at most one window apart.",
+            "The stride is not valid for this sequence length.",
             expected=f"a stride of 1 to {length}",
             found=stride,
-            fix="correct the stride, or leave it out for windows that do not overlap",
+            fix="Pass a stride in this range, or omit it for windows that do not overlap.",
         )
     if tokens.numel() < length:
         raise SetupError(
             "The text is shorter than one sequence.",
-            expected=f"{length} tokens or more",
+            expected=f"at least {length} tokens",
             found=f"{tokens.numel()} tokens",
-            fix="pass a longer text, or a shorter sequence length",
+            fix="Pass a longer text, or a smaller sequence length.",
         )
     windows = tokens.unfold(0, length, stride)
     first = max(length - stride, 1)

@@ -1,1 +1,1 @@
-"""Measured rates of one machine, which `hfq plan`, `hfq doctor`, and reports predict with."""
+"""Measured rates of one machine, for the predictions of `hfq plan`, `hfq doctor`, and reports."""

@@ -1,4 +1,4 @@
-"""Local ranks that are measured together: each in a process of its own, all asked at once."""
+"""Local ranks for measurements, each in its own process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Ranks", "zero3_ranks"]
 
 
 class Ranks:
-    """Processes that form one run; a context manager.
+    """Processes that form one run. Use it as a context manager.
 
     Args:
-        module: The module that each runs, as in `worker_process.Worker`. It also gets its `rank`, the
-            `world` size, and their `port`.
+        module: Module that each process runs, as in `worker_process.Worker`. It also receives its `rank`, the
+            `world` size, and the `port`.
         count: Number of ranks.
-        options: Further options of the module; JSON-ready.
+        options: Further options of the module, JSON-ready.
     """
 
     def __init__(self, module: str, count: int, **options: Any) -> None:
@@ -40,33 +40,33 @@ class Ranks:
         self._stack.close()
 
     def answers(self, question: str, **arguments: object) -> list[dict]:
-        """The answers of all ranks, in their order, errors among them.
+        """Returns the answers of all ranks in rank order, including errors.
 
         Raises:
-            SetupError: A rank is gone.
+            SetupError: A rank has ended.
         """
         return list(self._threads.map(lambda worker: worker.ask(question, **arguments), self._workers))
 
     def ask(self, question: str, **arguments: object) -> list[dict]:
-        """The answers of all ranks, in their order.
+        """Returns the answers of all ranks in rank order.
 
         Raises:
-            SetupError: A rank is gone, or failed.
+            SetupError: A rank has ended, or failed.
         """
         answers = self.answers(question, **arguments)
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise SetupError(
-                    f"Rank {rank} of a run that is measured failed.",
+                    f"Rank {rank} failed during the measurement.",
                     expected=f"an answer to {question!r}",
                     found=answer["error"],
-                    fix="read the error above; `hfq doctor` tells whether DeepSpeed works here",
+                    fix="Run hfq doctor to check DeepSpeed on this machine.",
                 )
         return answers
 
 
 def zero3_ranks(count: int) -> Ranks:
-    """So many ranks under ZeRO-3.
+    """Starts ranks under ZeRO-3.
 
     Raises:
         SetupError: DeepSpeed is not installed.
@@ -74,8 +74,8 @@ def zero3_ranks(count: int) -> Ranks:
     if importlib.util.find_spec("deepspeed") is None:
         raise SetupError(
             "Ranks under ZeRO-3 cannot be measured.",
-            expected="deepspeed",
-            found="it is not installed",
-            fix="pip install deepspeed, or leave ZeRO-3 out",
+            expected="the package deepspeed",
+            found="DeepSpeed is not installed",
+            fix="Run pip install deepspeed, or measure without ZeRO-3.",
         )
     return Ranks("hfq.machine_profile.ranks_worker", count)

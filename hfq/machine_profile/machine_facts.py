@@ -1,4 +1,4 @@
-"""Facts of this machine: processor, memory, file system, versions, and date; no names."""
+"""Facts about this machine: processor, memory, file system, versions, and date. No host names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
 def machine_facts(folder: Path) -> dict[str, str]:
-    """The facts, as text by what they are.
+    """Returns the facts as {name: text}.
 
     Args:
-        folder: Where the checkpoints rest; the kind of its file system is told.
+        folder: Folder of the checkpoints. The facts include the type of its file system.
     """
     from hfq.version import __version__
 
@@ -54,7 +54,7 @@ def _total_memory() -> int:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of the mount that a folder lies in: the longest mount point that it is within."""
+    """Returns the file system type of the longest mount point that contains a folder."""
     path, found = f"{folder.resolve()}/", ("", "unknown")
     for line in _lines("/proc/mounts"):
         _, mount, kind, *_ = line.split()

@@ -1,4 +1,4 @@
-"""Limits of the disk and of the page cache: plain reads of files, and their cached pages."""
+"""Limits of the disk and of the page cache, from plain reads of files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PAGE = mmap.PAGESIZE
 
 
 def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> float | None:
-    """Reads whole files in pieces of 16 MiB into buffers that are reused, as fast as plain reads go.
+    """Reads whole files with plain reads, in 16 MiB pieces into reused buffers.
 
     Args:
         files: The files.
-        direct: Whether to pass by the page cache (O_DIRECT, into 2 MiB pages).
-        threads: How many read at once.
+        direct: True to bypass the page cache (O_DIRECT, into 2 MiB pages).
+        threads: Number of concurrent reads.
 
     Returns:
-        Seconds, or None where the file system takes no direct reads.
+        Seconds, or None if the file system does not support direct reads.
 
     Raises:
         SetupError: A file cannot be read.
@@ -62,18 +62,18 @@ def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> floa
         return None
     if errors:
         raise SetupError(
-            "A checkpoint to measure with cannot be read.",
+            "The checkpoint to measure with cannot be read.",
             found=errors[0],
             expected="readable files",
-            fix="check the disk",
+            fix="Check the disk.",
         ) from errors[0]
     return seconds
 
 
 def drop_cache(files: Iterable[Path]) -> None:
-    """Writes files back and drops their pages from the page cache.
+    """Writes files to disk and drops their pages from the page cache.
 
-    Pages that a process maps and has touched stay.
+    Pages that a process has mapped and touched stay.
     """
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
@@ -86,7 +86,7 @@ def drop_cache(files: Iterable[Path]) -> None:
 
 
 def cached_share(files: Iterable[Path]) -> float | None:
-    """Returns the share of the files' pages in the page cache, by mincore; None if unknown."""
+    """Returns the fraction of the files' pages in the page cache (mincore), or None if unknown."""
     try:
         mincore = ctypes.CDLL(None, use_errno=True).mincore
     except (OSError, AttributeError):
@@ -103,13 +103,13 @@ def cached_share(files: Iterable[Path]) -> float | None:
 
 @functools.cache
 def reading_slots(threads: int) -> list[memoryview]:
-    """Memory to read to, which is kept and used again."""
+    """Returns reusable memory to read into, one view per thread."""
     memory = memoryview(huge_buffer(threads * CHUNK_NBYTES).fill_(0).numpy())  # type: ignore[arg-type]
     return [memory[index * CHUNK_NBYTES : (index + 1) * CHUNK_NBYTES] for index in range(threads)]
 
 
 def _read_chunks(chunks: Iterator[tuple[int, int]], slot: memoryview, errors: list[OSError]) -> None:
-    for descriptor, offset in chunks:  # shared by all threads: a list's iterator hands each item out once
+    for descriptor, offset in chunks:  # shared: a list iterator never returns an item to two threads
         try:
             os.preadv(descriptor, [slot], offset)
         except OSError as error:
@@ -125,5 +125,5 @@ def _pages_cached(file: Path, mincore: Callable[..., int]) -> list[int] | None:
         pages = (ctypes.c_ubyte * -(-size // _PAGE))()
         start = ctypes.c_char.from_buffer(memory)
         failed = mincore(ctypes.addressof(start), size, pages)
-        del start  # the map cannot be closed while something points into it
+        del start  # a map with pointers into it cannot be closed
     return None if failed else [page & 1 for page in pages]

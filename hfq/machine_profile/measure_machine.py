@@ -1,8 +1,9 @@
-"""Measurement of a machine profile: the rates that `hfq plan` predicts with, in about a minute.
+"""Measurement of a machine profile, which `hfq plan` uses to predict speed.
 
-Products run over copies of a layer that do not fit the caches together, like the layers of a model. Tiny
-models give the fixed costs of a layer, an offloaded unit, and a load. Reading and computing at once give the
-rates that they leave each other. Everything is measured several times in turns; the profile contains medians.
+Products run over several copies of a layer that together exceed the caches, like the layers of a model. Tiny
+models show the fixed costs of a layer, an offloaded unit, and a load. Reading and computing at the same time
+shows how much each slows the other. Everything is measured several times in turns. The profile contains
+medians.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SIZE, _ROUNDS = 2048, 3
 _FILE_NBYTES = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _USUAL = Gptq(4, 128, False, "stored")
-"""What the layers of the tiny models are packed in."""
+"""Format of the layers of the tiny models."""
 
 
 def measure_machine(
@@ -51,17 +52,17 @@ def measure_machine(
     """Measures this machine.
 
     Args:
-        folder: On the disk that checkpoints rest on; a file of 1 GiB is written there and removed.
-        say: Is told what is going on.
-        model: A checkpoint whose layers are measured beside the usual ones.
-        quick: Small sizes: checks that it works, measures nothing.
-        ranks: Also what a step costs under ZeRO-3 on so many local ranks; 0 for none.
+        folder: Folder on the disk that holds checkpoints. A file of 1 GiB is written there and removed.
+        say: Function that receives progress lines.
+        model: Checkpoint whose layers are measured in addition to the usual ones. None measures only those.
+        quick: True to use small sizes, which tests that the measurement works, without useful results.
+        ranks: Number of local ranks for measuring a step under ZeRO-3. 0 measures no ZeRO-3 step.
 
     Raises:
-        SetupError: The folder cannot be written to, or the ranks do not run.
+        SetupError: The folder is not writable, or the ranks do not run.
     """
     size, nbytes, rounds = (256, 4 << 20, 1) if quick else (_SIZE, _FILE_NBYTES, _ROUNDS)
-    say("disk, memory, layers and loads")
+    say("disk, memory, layers, and loads")
     with disk_file(folder, nbytes) as file, tempfile.TemporaryDirectory() as models:
         machine = MachineProbe(file, Path(models), size, quick)
         for _ in range(rounds):
@@ -104,13 +105,13 @@ def default_folder() -> Path:
 
 
 class MachineProbe:
-    """Rates that do not depend on the kind of weight: disk, page cache, memory, and fixed costs.
+    """Rates that do not depend on the format: disk, page cache, memory, and fixed costs.
 
     Args:
-        file: A file to read, on the disk to measure.
-        folder: Where tiny models are made.
-        size: Inputs and outputs of the layers that compute beside reading.
-        quick: The smallest models.
+        file: File to read, on the disk to measure.
+        folder: Folder for tiny models.
+        size: Inputs and outputs of the layers that compute while a file is read.
+        quick: True to use the smallest models.
     """
 
     def __init__(self, file: Path, folder: Path, size: int = _SIZE, quick: bool = False) -> None:
@@ -129,7 +130,7 @@ class MachineProbe:
         self._memory_nbytes = min(256 << 20, 64 * size * size)
 
     def measure(self) -> None:
-        """Adds a sample of each."""
+        """Adds one sample per probe."""
         for probe in self._all:
             probe.measure()
         self._memory.append(_read_rate(self._memory_nbytes))
@@ -141,10 +142,10 @@ class MachineProbe:
         self._memory.clear()
 
     def profile(self, machine: dict[str, str] | None = None) -> Profile:
-        """The profile of all samples, without products.
+        """Returns the profile of all samples, without products.
 
         Args:
-            machine: Facts of the machine.
+            machine: Facts about the machine, or None.
         """
         beside_disk, beside_cached = (probe.shares for probe in self._beside)
         depth = self._depth
@@ -166,7 +167,7 @@ class MachineProbe:
 def _measure_product(
     large: Layer, small: Layer | None, dtype: torch.dtype, rounds: int
 ) -> tuple[dict[int, float], float]:
-    """({rows: weights per second}, seconds of a call) of one kind of weight."""
+    """Returns ({rows: weights per second}, seconds of a call) for one kind of weight."""
     probes = {rows: ProductProbe(large, small, rows, dtype, 2 if rounds == 1 else None) for rows in ROWS}
     for _ in range(rounds):
         for probe in probes.values():
@@ -175,7 +176,7 @@ def _measure_product(
 
 
 def _read_rate(nbytes: int) -> float:
-    """Bytes per second at which memory is read, by a sum over float32."""
+    """Returns the bytes per second of reading memory, measured by a sum over float32."""
     values = torch.zeros(nbytes // 4)
     best = float("inf")
     for _ in range(5):
@@ -187,10 +188,10 @@ def _read_rate(nbytes: int) -> float:
 
 @contextlib.contextmanager
 def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file of random bytes, removed at the end.
+    """Yields a file of random bytes, and removes it afterwards.
 
     Raises:
-        SetupError: It cannot be written.
+        SetupError: The file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,9 +200,9 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
         raise SetupError(
             "The disk cannot be measured.",
             file=folder,
-            expected="a folder that can be written to",
+            expected="a writable folder",
             found=error,
-            fix="pass --folder on the disk that your checkpoints rest on",
+            fix="Pass --folder with a writable folder on the disk that holds your checkpoints.",
         ) from error
     file = Path(name)
     try:
@@ -216,7 +217,7 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def _device_rate() -> float | None:
-    """Returns the bytes per second at which the first accelerator reads its memory; None without one."""
+    """Returns the memory read rate of the first accelerator in bytes per second, or None without one."""
     if not torch.cuda.is_available():
         return None
     values = torch.zeros(1 << 28, device="cuda")
@@ -230,7 +231,7 @@ def _device_rate() -> float | None:
 
 
 def _link_rate() -> float | None:
-    """Bytes per second of a copy from pinned memory to the first accelerator; None where there is none."""
+    """Returns the copy rate from pinned memory to the first accelerator, or None without one."""
     if not torch.cuda.is_available():
         return None
     source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)

@@ -17,15 +17,15 @@ DEPTHS = (2, 16)
 _PROMPT, _LONGEST = 8, 64
 _STEPS = 6
 _PRODUCTS = 7
-"""Of a layer of Llama."""
+"""Number of linear layers in a decoder layer of Llama."""
 
 
 def load_model(folder: Path, **options: Any) -> Any:
-    """The model of a folder, loaded by hfq.
+    """Loads the model of a folder with hfq.
 
     Args:
-        folder: The checkpoint.
-        options: Of `from_pretrained`; `disk_io` is one of `HfqConfig`.
+        folder: Folder of the checkpoint.
+        options: Options of `from_pretrained`, and `disk_io` of `HfqConfig`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -36,10 +36,10 @@ def load_model(folder: Path, **options: Any) -> Any:
 
 
 class Decoder:
-    """Steps of one token behind a short prompt.
+    """Steps of one token after a short prompt.
 
     Args:
-        model: The model, or the engine around it.
+        model: The model, or the DeepSpeed engine around it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,7 +48,7 @@ class Decoder:
         self._tokens = torch.tensor([[1]])
 
     def step(self) -> float:
-        """The seconds of a step; a prompt is read anew, and not timed, when the context has grown."""
+        """Returns the seconds of a step. If the context is long, an untimed prompt starts a new one."""
         with torch.inference_mode():
             if self._cache is None or self._cache.get_seq_length() >= _LONGEST:
                 prompt = torch.ones(1, _PROMPT, dtype=torch.long)
@@ -62,7 +62,7 @@ class Decoder:
     def steps(self, count: int = 2) -> list[float]:
         """Returns the seconds of several steps.
 
-        One step before them is not measured, because the caches contain other data then.
+        The step before them is not measured, because it fills the caches.
         """
         self.step()
         return [self.step() for _ in range(count)]
@@ -72,8 +72,8 @@ class DepthProbe:
     """Tiny models: few and many layers in memory, and wider layers in memory and on disk.
 
     Args:
-        folder: Where the checkpoints are made.
-        quick: The smallest models.
+        folder: Folder for the checkpoints.
+        quick: True to use the smallest models.
     """
 
     def __init__(self, folder: Path, quick: bool = False) -> None:
@@ -84,7 +84,7 @@ class DepthProbe:
         self._blocks = wide.layers
         empty, all_layers = (_nbytes(Architecture(wide.hidden, layers)) for layers in (0, wide.layers))
         self._offloaded = all_layers - empty
-        load_model(paths["few"])  # imports what the timed ones need
+        load_model(paths["few"])  # imports everything that the timed loads need
         self._loads: dict[str, float] = {}
         self._decoders: dict[str, Decoder] = {}
         devices = {f"model.layers.{index}": "disk" for index in range(wide.layers)}
@@ -97,7 +97,7 @@ class DepthProbe:
         self._samples: dict[str, list[float]] = {name: [] for name in self._decoders}
 
     def measure(self) -> None:
-        """Adds samples of each."""
+        """Adds samples of each model."""
         for name, decoder in self._decoders.items():
             self._samples[name] += decoder.steps(_STEPS)
 
@@ -107,16 +107,16 @@ class DepthProbe:
             samples.clear()
 
     def layer_seconds(self, call_seconds: float = 0.0) -> float:
-        """A layer beside its products, of which each costs `call_seconds`."""
+        """Returns the seconds of a layer without its products, each of which costs `call_seconds`."""
         return max(self._slope() - _PRODUCTS * call_seconds, 0.0)
 
     @property
     def step_seconds(self) -> float:
-        """A step beside its layers."""
+        """Seconds of a step without its layers."""
         return max(self._median("few") - self._few * self._slope(), 0.0)
 
     def block_seconds(self, rate: float) -> float:
-        """A block that is streamed, beside its bytes.
+        """Returns the seconds of onloading a unit, in addition to reading its bytes.
 
         Args:
             rate: Bytes per second of reads from the page cache.
@@ -126,7 +126,7 @@ class DepthProbe:
 
     @property
     def load_seconds(self) -> tuple[float, float]:
-        """(a load beside its layers, one of its layers)."""
+        """(Seconds of a load without its layers, seconds per layer)."""
         each = max(self._loads["many"] - self._loads["few"], 0.0) / (self._many - self._few)
         return max(self._loads["few"] - self._few * each, 0.0), each
 

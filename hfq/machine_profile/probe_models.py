@@ -1,8 +1,8 @@
 """Checkpoints of Llama-like models with random quantized weights, for measurements.
 
-Codes are drawn as they are stored, so that no float weight of the model ever exists. Scales make the weights
-look like N(0, 0.02), which keeps activations finite. A checkpoint depends on its architecture and layout
-alone. A complete one is reused.
+Codes are drawn at random, so no float weight of the model ever exists. Scales make the weights resemble N(0,
+0.02), which keeps activations finite. The content depends only on the architecture and the layout. A complete
+checkpoint is reused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that is to be written: its dtype and shape on file, and what draws its bytes."""
+    """A tensor to write: its stored dtype and shape, and the function that draws its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,12 +54,12 @@ class Planned:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The stored form of linear layers.
+    """Storage of linear layers.
 
     Attributes:
-        name: Its name, which ends the name of a checkpoint's folder.
-        quantization: The `quantization_config` of the checkpoint; None for unquantized weights.
-        tensors: Returns the tensors of a layer by their local names, for its numbers of rows and columns.
+        name: Name of the layout, and suffix of a checkpoint's folder name.
+        quantization: The `quantization_config` of the checkpoint. None for unquantized weights.
+        tensors: Returns the tensors of a layer by local name, given its number of rows and columns.
     """
 
     name: str
@@ -69,7 +69,7 @@ class WeightLayout:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A Llama with 16 heads, 4 of them for keys and values, and an MLP of four times the hidden size."""
+    """A Llama with 16 heads, 4 key-value heads, and an MLP of four times the hidden size."""
 
     hidden: int
     layers: int
@@ -79,7 +79,7 @@ class Architecture:
         return min(32_000, 16 * self.hidden)
 
     def config(self, weights: WeightLayout) -> dict:
-        """The checkpoint's `config.json`."""
+        """Returns the content of the checkpoint's `config.json`."""
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -101,10 +101,10 @@ class Architecture:
         return config | ({"quantization_config": weights.quantization} if weights.quantization else {})
 
     def tensors(self, weights: WeightLayout) -> dict[str, Planned]:
-        """Every tensor by name, in the order of the model.
+        """Returns every tensor by name, in model order.
 
         Args:
-            weights: The layout of the linear layers.
+            weights: Layout of the linear layers.
         """
         size, wide = self.hidden, 4 * self.hidden
         linears = {
@@ -128,19 +128,19 @@ class Architecture:
 
 
 def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLayout) -> Path:
-    """Writes a checkpoint of several shards into its own folder, unless a complete one is there.
+    """Writes a checkpoint of several shards into its own folder, unless a complete one exists.
 
     Args:
-        folder: The folder of all checkpoints; it is created if missing.
+        folder: Folder of all checkpoints. It is created if missing.
         architecture: The model.
-        weights: The layout of its linear layers.
+        weights: Layout of the linear layers.
 
     Returns:
-        The checkpoint's folder.
+        Folder of the checkpoint.
 
     Raises:
-        SetupError: The disk has too little room. Nothing was written.
-        CheckpointError: A file could not be written.
+        SetupError: The disk has too little free space. Nothing was written.
+        CheckpointError: A file cannot be written.
     """
     path = folder / f"llama-{architecture.hidden}x{architecture.layers}-{weights.name}"
     planned = architecture.tensors(weights)
@@ -151,11 +151,11 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
     needed, free = sum(tensor.nbytes for tensor in planned.values()), shutil.disk_usage(path).free
     if free < 1.05 * needed:
         raise SetupError(
-            "The disk has too little room for a checkpoint to measure with. Nothing was written.",
+            "The disk has too little free space for the checkpoint to measure with. Nothing was written.",
             file=path,
             expected=f"{1.05 * needed:,.0f} bytes",
             found=f"{free:,} bytes free",
-            fix="pass another --folder, or free space",
+            fix="Pass another --folder, or free disk space.",
         )
     shards = list(_shards(planned, min(_LARGEST_SHARD, -(-needed // 3))))
     weight_map: dict[str, str] = {}
@@ -167,7 +167,7 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
     index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(
         json.dumps(index), encoding="utf-8"
-    )  # last: it says complete
+    )  # last, because its presence marks the checkpoint as complete
     return path
 
 
@@ -195,7 +195,7 @@ def _write_shard(file: Path, shard: dict[str, Planned]) -> None:
     stored = {}
     for name in sorted(
         shard, key=lambda name: (-DTYPE_BITS[shard[name].dtype], name)
-    ):  # the order of safetensors' own writer
+    ):  # the order of the safetensors writer
         tensor = shard[name]
         values = tensor.draw(np.random.default_rng(zlib.crc32(name.encode())), tensor.shape)
         stored[name] = (tensor.dtype, tensor.shape, np.ascontiguousarray(values).data.cast("B"))
@@ -207,7 +207,7 @@ def _norm(size: int) -> Planned:
 
 
 def draw_bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Random signs and mantissas, and exponents from 2**-12 to 2**-5: a root mean square of 0.018."""
+    """Draws random signs and mantissas, with exponents from 2**-12 to 2**-5."""
     bits = generator.integers(0, 1 << 16, shape, np.uint16)
     bits &= 0x83FF
     bits += 115 << 7
@@ -228,7 +228,7 @@ def _gptq(rows: int, columns: int) -> dict[str, Planned]:
         "qweight": Planned("I32", (columns // 8, rows), _words),
         "qzeros": Planned(
             "I32", (groups, rows // 8), lambda _, shape: np.full(shape, 0x77777777, np.uint32)
-        ),  # 8, less one
+        ),  # zero point 8, stored minus 1
         "scales": Planned("F16", (groups, rows), draw_scales(0.0043, np.float16)),
         "g_idx": Planned("I32", (columns,), lambda _, shape: np.arange(shape[0], dtype=np.int32) // GROUP),
     }
@@ -246,4 +246,4 @@ GPTQ4 = WeightLayout(
     },
     _gptq,
 )
-"""GPTQ v1 with codes of four bits."""
+"""GPTQ v1 with 4-bit codes."""

@@ -1,7 +1,7 @@
-"""Probes of products: seconds of a multiplication with one kind of weight.
+"""Probes of matrix products with one kind of weight.
 
-A rate is the median of as many samples as are taken. Rates vary with the machine's other work. Samples that
-are taken in turns with the runs that they explain see the same other work.
+A rate is the median of its samples. Rates vary with the machine's other work. Samples taken in turns with the
+runs that they explain see the same load.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Layer:
     """A linear layer to multiply by.
 
     Attributes:
-        weight_format: The format of its weights; None for dense ones.
-        out_features: Its outputs.
-        in_features: Its inputs.
+        weight_format: Format of the weights. None if unquantized.
+        out_features: Number of outputs.
+        in_features: Number of inputs.
     """
 
     weight_format: Format | None
@@ -42,19 +42,19 @@ class Layer:
 
     @property
     def weights(self) -> int:
-        """How many it has."""
+        """Number of weights."""
         return self.out_features * self.in_features
 
 
 class ProductProbe:
-    """Products with one kind of weight, dense or packed.
+    """Products with one kind of weight, quantized or not.
 
     Args:
-        large: The layer whose weights count.
-        small: A layer of the same kind, which gives the fixed cost of a call; None for a small square one.
+        large: Layer whose rate is measured.
+        small: Layer of the same kind that determines the fixed cost of a call. None means a small square one.
         rows: Rows of activations.
-        dtype: Their dtype, and that of dense weights.
-        copies: Large layers of one pass; None for as many as do not fit the caches together.
+        dtype: Dtype of the activations and of unquantized weights.
+        copies: Number of large layers per pass. None means as many as together exceed the caches.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class ProductProbe:
 
     @property
     def weights(self) -> int:
-        """Those of a large layer."""
+        """Number of weights of the large layer."""
         return self._large.weights
 
     def run(self) -> float:
-        """One pass over all large layers: seconds of a product."""
+        """Runs one pass over all large layers, and returns the seconds per product."""
         return self._time(self._layers, self._large)
 
     def measure(self) -> None:
@@ -106,13 +106,13 @@ class ProductProbe:
 
     @property
     def call_seconds(self) -> float:
-        """Fixed seconds of a product: its time without weights, on the line through both sizes."""
+        """Fixed seconds per product: the time at zero weights, extrapolated from both sizes."""
         large, small, ratio = *self._medians(), self._small.weights / self._large.weights
         return min(max((small - large * ratio) / (1 - ratio), 0.0), small) if ratio < 1 else 0.0
 
     @property
     def rate(self) -> float:
-        """Weights per second, beside what calls take."""
+        """Weights per second, without the fixed cost of calls."""
         large = self._medians()[0]
         return self._large.weights / max(large - self.call_seconds, large / 100)
 
@@ -145,12 +145,12 @@ class ProductProbe:
 
 
 class KindProbe:
-    """Products with all layers of one kind that a model has, each size as often as it is there.
+    """Products with all layers of one kind in a model, weighted by the number of each size.
 
     Args:
-        layers: {layer: how many of its size there are}.
-        dtype: The dtype of activations.
-        copies: As those of `ProductProbe`.
+        layers: {layer: number of layers of its size}.
+        dtype: Dtype of the activations.
+        copies: Same as for `ProductProbe`.
     """
 
     def __init__(self, layers: Mapping[Layer, int], dtype: torch.dtype, copies: int | None = None) -> None:
@@ -159,7 +159,7 @@ class KindProbe:
         ]
 
     def measure(self) -> None:
-        """Adds a sample of each."""
+        """Adds one sample per size."""
         for probe, _ in self._probes:
             probe.measure()
 
@@ -170,17 +170,17 @@ class KindProbe:
 
     @property
     def rate(self) -> float:
-        """Weights per second, calls included."""
+        """Weights per second, including the fixed cost of calls."""
         weights = sum(probe.weights * count for probe, count in self._probes)
         return weights / sum(probe.weights / probe.rate * count for probe, count in self._probes)
 
 
 def layers_of(model: PlannedModel, dtype: str) -> dict[str, dict[Layer, int]]:
-    """Returns {kind of weight: {a layer of each size: number of such layers}} of a model.
+    """Returns {kind of weight: {layer of each size: number of such layers}} for a model.
 
     Args:
         model: The model.
-        dtype: The dtype of activations.
+        dtype: Dtype of the activations.
     """
     found: dict[str, dict[tuple[int, int], list[Layer]]] = defaultdict(lambda: defaultdict(list))
     for module in model.loading.model.modules():

@@ -1,6 +1,6 @@
-"""One rank of a measured run under ZeRO-3: loads models, runs steps, multiplies.
+"""One rank of a measured run under ZeRO-3: loads models, runs steps, and multiplies.
 
-Run as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`; see
+Run it as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`. See
 `local_ranks.Ranks` and `worker_process.serve`.
 """
 
@@ -26,12 +26,12 @@ __all__ = ["RanksWorker"]
 
 
 class RanksWorker:
-    """Answers to `load`, `steps`, `held`, `drop` and `product`.
+    """Answers `load`, `steps`, `held`, `drop`, and `product`.
 
     Args:
         rank: This rank.
-        world: All of them.
-        port: Where they meet, on this machine.
+        world: Number of ranks.
+        port: Port for their rendezvous on this machine.
     """
 
     def __init__(self, rank: int, world: int, port: int) -> None:
@@ -41,14 +41,14 @@ class RanksWorker:
             os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo needs no compiler
         deepspeed.init_distributed()
         self._engines: dict[str, tuple[Any, Any, Decoder]] = {}
         self._product: ProductProbe | None = None
         self.commands = {name: getattr(self, name) for name in ("load", "steps", "held", "drop", "product")}
 
     def load(self, path: str) -> dict:
-        """Loads a checkpoint with its shards on the devices of the ranks."""
+        """Loads a checkpoint, sharded over the devices of the ranks."""
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig
 
@@ -61,7 +61,7 @@ class RanksWorker:
         return {}
 
     def steps(self, path: str, count: int) -> dict:
-        """The seconds of steps of one token, each from where all ranks have met."""
+        """Returns the seconds of steps of one token, each started after a barrier."""
         decoder, seconds = self._engines[path][2], []
         for _ in range(count + 1):
             torch.distributed.barrier()
@@ -69,7 +69,7 @@ class RanksWorker:
         return {"seconds": seconds[1:]}
 
     def held(self, path: str) -> dict:
-        """The bytes of the shards of this rank: of packed rows, and of all else."""
+        """Returns the bytes of this rank's shards, of flat buffers and of all other parameters."""
         model = self._engines[path][1]
         rows = {id(module.flat_buffer) for module in model.modules() if isinstance(module, QuantizedModule)}
         held = {True: 0, False: 0}
@@ -78,13 +78,13 @@ class RanksWorker:
         return {"packed": held[True], "frozen": held[False]}
 
     def drop(self, path: str) -> dict:
-        """Lets go of a model."""
+        """Releases a model."""
         del self._engines[path]
         gc.collect()
         return {}
 
     def product(self) -> dict:
-        """Seconds of a product, while all ranks take theirs."""
+        """Returns the seconds of a product while all ranks compute one."""
         if self._product is None:
             self._product = ProductProbe(Layer(Gptq(4, 128, False, "stored"), 2048, 2048))
         torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""Probes of reads: their rate, and the rates that reading and computing leave each other."""
+"""Probes of file reads, alone and while the machine computes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LEAST_SHARE = 0.02
 
 
 class ReadProbe:
-    """Reads of a file, past the page cache or from it.
+    """Reads of a file, from the page cache or past it.
 
     Args:
         file: The file.
-        is_direct: Whether to pass by the page cache, where the file system allows it.
+        is_direct: True to bypass the page cache if the file system supports it.
     """
 
     def __init__(self, file: Path, is_direct: bool) -> None:
@@ -48,12 +48,12 @@ class ReadProbe:
 
 
 class BesideProbe:
-    """What reading and computing leave of each other.
+    """Slowdown of reading and computing at the same time.
 
     Args:
-        product: What computes.
-        read: What reads.
-        seconds: How long is computed at least, alone and beside reading.
+        product: Probe that computes.
+        read: Probe of the file to read.
+        seconds: Least duration of computing, both alone and while reading.
     """
 
     def __init__(self, product: ProductProbe, read: ReadProbe, seconds: float = 0.15) -> None:
@@ -80,12 +80,12 @@ class BesideProbe:
 
     @property
     def shares(self) -> SideBySide:
-        """The medians."""
+        """Medians of all samples."""
         computing, reading = zip(*self._samples, strict=True)
         return SideBySide(statistics.median(computing), statistics.median(reading))
 
     def _compute(self) -> float:
-        """Seconds of a product, over as many passes as the time takes."""
+        """Returns the mean seconds of a product, over as many passes as fit the duration."""
         passes, started = [self._product.run()], time.perf_counter()
         while time.perf_counter() - started < self._seconds:
             passes.append(self._product.run())
@@ -94,7 +94,7 @@ class BesideProbe:
 
 @contextmanager
 def _reading(probe: ReadProbe) -> Iterator[list[int]]:
-    """Reads a file over and over until this ends; gives a list of the bytes read so far."""
+    """Reads a file repeatedly until the context ends. Yields a list of the bytes read so far."""
     descriptor = os.open(probe.file, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if probe.is_direct else 0))
     whole = probe.file.stat().st_size // CHUNK_NBYTES * CHUNK_NBYTES or 1
     offsets = itertools.cycle(range(0, whole, CHUNK_NBYTES))
@@ -103,7 +103,7 @@ def _reading(probe: ReadProbe) -> Iterator[list[int]]:
     lock = threading.Lock()
 
     def read(slot: memoryview) -> None:
-        for offset in offsets:  # in C, so that each item is handed out once
+        for offset in offsets:  # implemented in C, so threads never get the same item
             if stop.is_set():
                 return
             nbytes = os.preadv(descriptor, [slot], offset)

@@ -1,4 +1,4 @@
-"""Worker processes for measurements: each answers questions, one line of JSON each way."""
+"""Worker processes for measurements, which exchange one line of JSON per question."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FIELDS = {"VmHWM": "peak_rss", "VmRSS": "rss", "RssAnon": "anonymous"}
 
 
 class Worker:
-    """A fresh Python process that runs a module's `serve` until it is closed.
+    """A new Python process that runs a module's `serve` until it is closed.
 
-    What it prints is no answer, so the libraries that it uses may print. Use it as a context manager.
+    Printed text is not part of the answers, so libraries may print. Use it as a context manager.
 
     Args:
-        module: The module to run.
-        options: What the module is started with; JSON-ready.
+        module: Module to run.
+        options: Options that the module is started with, JSON-ready.
     """
 
     def __init__(self, module: str, **options: Any) -> None:
@@ -51,10 +51,10 @@ class Worker:
         self._log.close()
 
     def ask(self, question: str, **arguments: Any) -> dict:
-        """The worker's answer; an exception there is the answer {"error": "its type: its first line"}.
+        """Returns the worker's answer. An exception becomes {"error": "its type: its first line"}.
 
         Raises:
-            SetupError: The worker is gone.
+            SetupError: The worker has ended.
         """
         line = ""
         with contextlib.suppress(BrokenPipeError):
@@ -65,29 +65,29 @@ class Worker:
             self._log.seek(0)
             last = self._log.read().strip().rpartition("\n")[2]
             raise SetupError(
-                f"A process that measures ended before it answered ({self._module}).",
+                f"The measuring process {self._module} ended without an answer.",
                 expected=f"an answer to {question!r}",
                 found=f"exit status {self._process.wait()}: {last}",
-                fix="read the last line above; if memory ran out, measure a smaller model",
+                fix="Check the line above. If memory ran out, measure a smaller model.",
             )
         return json.loads(line)
 
 
 def serve(commands: Mapping[str, Callable[..., dict]]) -> None:
-    """Answers the questions on standard input until it ends; standard output is the answers' alone."""
+    """Answers questions from standard input until it ends. Only answers go to standard output."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
             question, arguments = json.loads(line)
             try:
                 answer = commands[question](**arguments)
-            except Exception as error:  # of any library that is measured
+            except Exception as error:  # measured libraries raise any type
                 answer = {"error": _first_lines(error)}
             print(json.dumps(answer), file=answers, flush=True)
 
 
 def memory() -> dict[str, int]:
-    """Returns the memory of this process, and the bytes that it has read from devices.
+    """Returns this process's memory, and the bytes that it has read from devices.
 
     Returns:
         Bytes by name: peak_rss, rss, anonymous, pss, device_read. Unknown values are absent.
@@ -107,13 +107,13 @@ def memory() -> dict[str, int]:
 
 
 def reset_peak() -> None:
-    """Makes the peak of the resident memory start anew, where the system allows it."""
+    """Resets the peak of the resident memory, if the system allows it."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as stream:
         stream.write("5")
 
 
 def _first_lines(error: BaseException | None) -> str:
-    """The type and first line of an error and of those that caused it."""
+    """Returns the type and first line of an error and of its causes."""
     texts = []
     while error is not None:
         texts.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")

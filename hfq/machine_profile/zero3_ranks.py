@@ -1,6 +1,6 @@
-"""Costs of a step under ZeRO-3 on ranks of this machine, from tiny models of two depths and a wider one.
+"""Costs of a ZeRO-3 step on ranks of this machine, from two tiny models and a wider one.
 
-Gathers go through gloo (NCCL on accelerators). DeepSpeed's operator for ranks that share memory is not used,
+Gathers use gloo (NCCL on accelerators). DeepSpeed's operator for ranks with shared memory is not used,
 because it requires a compiler.
 """
 
@@ -29,13 +29,13 @@ _STEPS, _ROUNDS = {"few": 4, "many": 4, "wide": 1}, 3
 
 
 class RanksProbe:
-    """Steps of three models on all ranks, and a product on all of them against one alone.
+    """Steps of three models on all ranks, and products on all ranks compared with one alone.
 
     Args:
         ranks: The ranks.
-        count: How many they are.
-        folder: Where the checkpoints are made.
-        quick: Small models.
+        count: Number of ranks.
+        folder: Folder for the checkpoints.
+        quick: True to use small models.
     """
 
     def __init__(self, ranks: Ranks, count: int, folder: Path, quick: bool = False) -> None:
@@ -50,7 +50,7 @@ class RanksProbe:
             ranks.ask("load", path=str(path))
 
     def measure(self) -> None:
-        """Adds a sample of each."""
+        """Adds samples of each model and of the product."""
         for name, path in self._paths.items():
             answers = self._ranks.ask("steps", path=str(path), count=_STEPS[name])
             self._samples[name] += [
@@ -69,7 +69,7 @@ class RanksProbe:
 
     @property
     def rates(self) -> Zero3Rates:
-        """What the medians of all samples give."""
+        """Rates computed from the medians of all samples."""
         seconds = {name: statistics.median(samples) for name, samples in self._samples.items()}
         slowdown = max(statistics.median(self._slowdowns), 1.0)
         each = max(seconds["many"] - seconds["few"], 0.0) / (self._layers["many"] - self._layers["few"])
@@ -84,7 +84,7 @@ class RanksProbe:
 
 
 def measure_ranks(count: int, quick: bool = False) -> Zero3Rates:
-    """Starts so many ranks here, and measures them.
+    """Starts ranks on this machine and measures them.
 
     Raises:
         SetupError: DeepSpeed is not installed, or a rank failed.

@@ -1,4 +1,4 @@
-"""Horizontal bars of stacked parts, in bytes, with a mark where there is a limit."""
+"""Horizontal stacked bars in bytes, with a mark at each limit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Bars", "bars_picture"]
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each name.
+    """One bar per name.
 
     Attributes:
-        names: The bars, from top to bottom.
-        parts: {part: its bytes in each bar}.
-        limits: The limit of each bar; None where it has none.
+        names: Names of the bars, from top to bottom.
+        parts: {part: bytes in each bar}.
+        limits: Limit of each bar in bytes. None for no limit.
     """
 
     names: Sequence[str]
@@ -28,7 +28,7 @@ class Bars:
     limits: Sequence[float | None]
 
     def draw(self, figure: Any) -> None:
-        """Draws it into an empty figure of matplotlib."""
+        """Draws the bars into an empty matplotlib figure."""
         from matplotlib.lines import Line2D
         from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -49,7 +49,7 @@ class Bars:
             if limit is not None and limit in near:
                 axes.plot([limit, limit], [place - 0.45, place + 0.45], color=INK, linewidth=2)
         if near:
-            handles.append(Line2D([], [], color=INK, linewidth=2, label="its limit"))
+            handles.append(Line2D([], [], color=INK, linewidth=2, label="limit"))
         for place, total in enumerate(left):
             limit = self.limits[place]
             text = as_size(total) if limit is None else f"{as_size(total)} of {as_size(limit)}"
@@ -64,14 +64,14 @@ class Bars:
 
 
 def bars_picture(name: str, title: str, bars: Bars, note: str, of: str) -> Picture:
-    """The bars with their table.
+    """Returns the bars with their table.
 
     Args:
-        name: Names the picture's file.
-        title: What it shows.
+        name: Name of the picture's file.
+        title: Title.
         bars: The bars.
-        note: What the numbers of the table are.
-        of: What a bar stands for.
+        note: Explanation of the table's numbers.
+        of: Meaning of a bar, such as "device".
     """
     totals = [sum(sizes[place] for sizes in bars.parts.values()) for place in range(len(bars.names))]
     said = ", ".join(f"{bar} {as_size(total)}" for bar, total in zip(bars.names, totals, strict=True))
@@ -85,7 +85,7 @@ def bars_picture(name: str, title: str, bars: Bars, note: str, of: str) -> Pictu
         for place, bar in enumerate(bars.names)
     ]
     table = Table(title, note, (of, *bars.parts, "total", "limit"), rows)
-    return Picture(name, title, f"A bar for each {of}, stacked by what its bytes are: {said}.", bars, table)
+    return Picture(name, title, f"One bar per {of}, stacked by the use of its bytes: {said}.", bars, table)
 
 
 def _limit(limit: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Sections of benchmarks and of `hfq evaluate --json`: targets, tables, and their chart."""
+"""Sections for benchmarks and `hfq evaluate --json`: targets, tables, and a chart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["bench_section"]
 
 
 def bench_section(fields: Fields) -> Section:
-    """The section of one benchmark or evaluation.
+    """Returns the section of one benchmark or evaluation.
 
     Raises:
-        SetupError: A field is missing or is not what it should be.
+        SetupError: A field is missing or not valid.
     """
     if not fields.has("tables", "chart"):
         raise fields.wrong(
-            "tables and chart, which are written since hfq plot reads them", sorted(fields.names())
+            "fields tables and chart, which older versions did not write", sorted(fields.names())
         )
     tables = [_table(table) for table in fields.objects("tables")]
     targets = _targets(fields)
@@ -69,12 +69,12 @@ def _chart(chart: Fields) -> Chart | Lines | Scatter:
         points = []
         for point in chart.items("points"):
             if not isinstance(point, list) or len(point) != 3:
-                raise chart.wrong("a name, x and y", point, "points")
+                raise chart.wrong("a name, x, and y", point, "points")
             name, *place = point
             x, y = (chart.numbers_of("points", value) for value in place)
             points.append((chart.text_of("points", name), x, y))
         if not points:
-            raise chart.wrong("one point or more", [], "points")
+            raise chart.wrong("at least one point", [], "points")
         return Scatter(chart.text("title"), chart.text("x"), chart.text("y"), points)
     if kind == "Lines":
         return Lines(chart.text("title"), chart.text("x"), chart.text("y"), _lines(chart))
@@ -102,10 +102,10 @@ def _series(chart: Fields, groups: int) -> dict[str, list[float | None]]:
     for name in series.names():
         values = series.items(name)
         if len(values) != groups:
-            raise series.wrong(f"{groups} values, one for each group", values, name)
+            raise series.wrong(f"{groups} values, one per group", values, name)
         found[name] = [None if value is None else series.numbers_of(name, value) for value in values]
     if not found or not groups:
-        raise chart.wrong("one group and one series or more", found, "series")
+        raise chart.wrong("at least one group and one series", found, "series")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Names beside points, none over another and none beyond the axes where there is room."""
+"""Labels next to points, placed without overlap and within the axes if possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["Box", "choose_places", "label_points"]
 
 Box = tuple[float, float, float, float]
-"""left, bottom, right, top."""
+"""(left, bottom, right, top)."""
 
 _FONT_SIZE = 8
 _HEIGHT = 1.25 * _FONT_SIZE
@@ -16,14 +16,14 @@ _OFFLOADED = 5.0
 
 
 def label_points(figure: Any, axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
-    """Writes the names of points beside them, once everything else is drawn.
+    """Writes the names of points next to them, after everything else is drawn.
 
     Args:
-        figure: A figure of matplotlib.
-        axes: Its axes, with the points in them.
+        figure: matplotlib figure.
+        axes: Its axes, which contain the points.
         points: (name, x, y).
     """
-    figure.draw_without_rendering()  # settles where the axes lie
+    figure.draw_without_rendering()  # fixes the position of the axes
     scale = 72 / figure.dpi
     pixels = axes.transData.transform([(x, y) for _, x, y in points])
     places = [(float(x) * scale, float(y) * scale) for x, y in pixels]
@@ -36,18 +36,18 @@ def label_points(figure: Any, axes: Any, points: Sequence[tuple[str, float, floa
         names, choose_places(places, widths, bounds), places, strict=True
     ):
         name.set_position((left - x, bottom - y))
-        name.set_in_layout(False)  # the axes stay where they are
+        name.set_in_layout(False)  # keeps the axes in place
 
 
 def choose_places(
     points: Sequence[tuple[float, float]], widths: Sequence[float], bounds: Box
 ) -> list[tuple[float, float]]:
-    """Returns the lower left corner of each name: the nearest place that is free.
+    """Returns the lower left corner of each name, at the nearest free place.
 
     Args:
-        points: The points.
-        widths: The width of each name, in the same unit.
-        bounds: Where names may lie.
+        points: (x, y) of each point.
+        widths: Width of each name, in the same unit.
+        bounds: Area for the names.
     """
     taken: list[Box] = [(x - 3, y - 3, x + 3, y + 3) for x, y in points]
     chosen = []
@@ -62,7 +62,7 @@ def choose_places(
 
 
 def _candidates(x: float, y: float, width: float) -> Iterator[Box]:
-    """To the right and to the left of a point, then further up and down."""
+    """Yields places to the right and left of a point, then further up and down."""
     for step in range(6):
         for sign in (1, -1) if step else (1,):
             middle = y + sign * step * 0.75 * _HEIGHT

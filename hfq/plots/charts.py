@@ -48,14 +48,14 @@ class Chart:
                 [value for value in values if value is not None],
                 {"label": name, "align": "edge"},
             )
-            hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # a colour that comes again is hatched
+            hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # repeated colors get a hatch
             if not heights:
                 continue
             bars = axes.bar(places, heights, width, color=colours[index % len(colours)], hatch=hatch, **style)
             axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if is_narrow else 0, padding=2)
         axes.margins(y=0.12)
         axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
-        is_long = sum(map(len, self.groups)) > 9 * size  # letters of names side by side
+        is_long = sum(map(len, self.groups)) > 9 * size  # too many letters to fit side by side
         tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
         axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups, **tilted)
         axes.set_yscale(self.scale)

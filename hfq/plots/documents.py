@@ -1,4 +1,4 @@
-"""What kind of result a JSON file holds, and the files that are made of it."""
+"""Detection of the result in a JSON file, and the files drawn from it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _KINDS = {
     ("model", "workload", "machine"): plan_section,
     ("title", "facts", "records"): bench_section,
 }
-"""Which fields only this kind has, and what makes a section of it."""
+"""Fields that identify a kind of file, and the function that makes its section."""
 
 
 def read_section(file: Path) -> Section:
-    """The section of one JSON file.
+    """Reads one JSON file and returns its section.
 
     Raises:
-        SetupError: The file cannot be read, is no JSON, or holds something else or less than hfq writes.
+        SetupError: The file cannot be read, is not JSON, or is not a complete result of hfq.
     """
     value = read_json(file)
     keys = set(value) if isinstance(value, dict) else set()
@@ -44,30 +44,30 @@ def read_section(file: Path) -> Section:
         else f"{type(value).__name__} {str(value)[:60]}"
     )
     raise SetupError(
-        "This file holds nothing that hfq plot can draw.",
+        "This file contains no result that hfq plot can draw.",
         file=file,
         found=found,
-        expected="a report of a model, a plan of a placement, a benchmark or an evaluation",
-        fix="pass what hfq.report(model).save(file), hfq plan MODEL --json or hfq evaluate --json wrote, "
-        "or benchmarks of a checkout",
+        expected="a report, a plan, a benchmark, or an evaluation",
+        fix="Pass a file from hfq.report(model).save(file), hfq plan --json, hfq evaluate --json, "
+        "or a benchmark.",
     )
 
 
 def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
-    """Draws every picture of the files, and writes every timeline as `NAME.trace.json`.
+    """Draws all charts of the files, and writes all timelines as `NAME.trace.json`.
 
     Nothing is written unless all files can be read.
 
     Args:
         files: JSON files.
-        out: The folder of what is written; made where it is not there.
-        as_page: Whether to write `report.html`, which holds everything, beside the pictures.
+        out: Output folder. It is created if missing.
+        as_page: True to also write `report.html`, which contains everything.
 
     Returns:
-        What was written.
+        Paths of the written files.
 
     Raises:
-        SetupError: A file cannot be drawn, matplotlib is not installed, or the folder cannot be written.
+        SetupError: A file cannot be drawn, matplotlib is not installed, or the folder is not writable.
     """
     sections = {name: read_section(file) for name, file in zip(_names(files), files, strict=True)}
     made: dict[str, bytes] = {}
@@ -85,15 +85,15 @@ def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
         raise SetupError(
             "The charts cannot be written.",
             file=out,
-            expected="a folder that can be written",
+            expected="a writable folder",
             found=error.strerror or error,
-            fix="pass another --output-dir",
+            fix="Pass another --output-dir.",
         ) from error
     return [out / name for name in made]
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """The files' names without their endings, numbered where two have the same."""
+    """Returns the files' names without suffixes, numbered if they repeat."""
     found: list[str] = []
     for file in files:
         count, name = 1, file.stem

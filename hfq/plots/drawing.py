@@ -1,4 +1,4 @@
-"""Drawings as PNG and as SVG whose ink takes the colour of the page, by matplotlib, without a display."""
+"""Charts as PNG, and as SVG in the color of the surrounding text, drawn without a display."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hfq.plots.section import Picture
 __all__ = ["COLOURS", "INK", "MUTED", "draw_png", "draw_svg"]
 
 INK = "#1f2329"
-"""Of text and axes; an SVG has the colour of the text around it in its place."""
+"""Color of text and axes. An SVG uses the color of the surrounding text instead."""
 
 MUTED = "#8a9099"
-"""Of what is in the background, legible on white and on black."""
+"""Color of background elements, legible on white and on black."""
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-"""Okabe and Ito's, which the colour-blind can tell apart (https://jfly.uni-koeln.de/color)."""
+"""Okabe and Ito's colors for color-blind readers (https://jfly.uni-koeln.de/color)."""
 
 _STYLE = {
     "font.family": "sans-serif",
@@ -47,7 +47,7 @@ _STYLE = {
 
 
 def draw_png(picture: Picture) -> bytes:
-    """A picture as PNG on white.
+    """Draws a picture as PNG on white.
 
     Raises:
         SetupError: matplotlib is not installed.
@@ -58,11 +58,11 @@ def draw_png(picture: Picture) -> bytes:
 
 
 def draw_svg(picture: Picture, prefix: str) -> str:
-    """A picture as an `<svg>` element without a background, to stand in a page with others.
+    """Draws a picture as an `<svg>` element without background, for a page with others.
 
     Args:
-        picture: What to draw.
-        prefix: Comes before its ids, which must be the only ones of the page.
+        picture: The picture.
+        prefix: Prefix of all ids, which must be unique within the page.
 
     Raises:
         SetupError: matplotlib is not installed.
@@ -86,16 +86,16 @@ def _drawn(picture: Picture) -> Iterator[Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(
-            "Pictures are drawn by matplotlib, which is not installed.",
+            "Charts require matplotlib, which is not installed.",
             expected="matplotlib 3.8 or newer",
             found="none",
-            fix="pip install 'hfq[plots]'",
+            fix="Run pip install 'hfq[plots]'.",
         ) from error
     style: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS), "svg.hashsalt": picture.name}
     with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Glyph .* missing"
-        )  # a name in a script that the font has not
+        )  # names may contain characters that the font lacks
         figure = Figure(layout="constrained")
         picture.drawing.draw(figure)
         yield figure

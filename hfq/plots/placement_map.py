@@ -1,4 +1,4 @@
-"""The placement map: which part of a model rests where, in bytes, in the order of the model."""
+"""Placement map: the device of each part of a model, in bytes and in model order."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Unit:
     """A layer, or a module outside layers.
 
     Attributes:
-        name: Its name in the model.
-        by_device: {home: (bytes of packed rows, other bytes)}.
-        devices: Where it computes.
-        modules: How many modules with tensors it has.
+        name: Name in the model.
+        by_device: {device: (bytes of quantized weights, other bytes)}.
+        devices: Execution devices.
+        modules: Number of modules with tensors.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Unit:
 
     @property
     def short(self) -> str:
-        """The end of its name, which says enough beside the others."""
+        """End of the name, which is enough to tell it from the others."""
         return (
             ".".join(self.name.split(".")[-2:] if self.name[-1:].isdigit() else self.name.split(".")[-1:])
             or "the model"
@@ -49,7 +49,7 @@ class Unit:
 
 
 def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
-    """The modules of each layer as one, in their order."""
+    """Returns one unit per layer, in model order."""
     by_device: dict[str, dict[str, list[int]]] = {}
     devices: dict[str, dict[str, None]] = {}
     names: dict[str, set[str]] = {}
@@ -73,7 +73,7 @@ def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
 
 
 def device_colour(device: str) -> str:
-    """The colour of a home, the same on every picture."""
+    """Returns the color of a device, the same in every chart."""
     if device in _OWN:
         return _OWN[device]
     number = re.search(r"\d+$", device)
@@ -82,14 +82,12 @@ def device_colour(device: str) -> str:
 
 @dataclass(frozen=True)
 class PlacementMap:
-    """A column for each unit, of the colours of the homes that its bytes rest in; what is not packed is
-    paler.
-    """
+    """A column per unit in the colors of its devices. Unquantized bytes are paler."""
 
     units: Sequence[Unit]
 
     def draw(self, figure: Any) -> None:
-        """Draws it into an empty figure of matplotlib."""
+        """Draws the map into an empty matplotlib figure."""
         from matplotlib.patches import Patch
         from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -113,7 +111,7 @@ class PlacementMap:
                         linewidth=0,
                     )
                     bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-                    label = f"{device}, {('packed', 'not packed')[kind]}: {as_size(sum(heights))}"
+                    label = f"{device}, {('quantized', 'unquantized')[kind]}: {as_size(sum(heights))}"
                     handles.append(Patch(color=device_colour(device), alpha=alpha, label=label))
         step = -(-count // _MOST_NAMES)
         shown = [place for place in range(count) if place % step == 0]
@@ -129,29 +127,29 @@ class PlacementMap:
         axes.set_ylim(0, 1.05 * max(bottom) or 1)
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: as_size(nbytes)))
-        axes.set_ylabel("bytes at home")
+        axes.set_ylabel("bytes on the device")
         figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9)
 
 
 def placement_picture(modules: Sequence[ModuleDevice]) -> Picture:
-    """The map of a model's modules, with its table."""
+    """Returns the map of a model's modules, with its table."""
     units = gather_units(modules)
     totals: dict[str, int] = {}
     for unit in units:
         for device, parts in unit.by_device.items():
             totals[device] = totals.get(device, 0) + sum(parts)
-    said = ", ".join(f"{nbytes:,} bytes rest on {device}" for device, nbytes in totals.items())
+    said = ", ".join(f"{nbytes:,} bytes on {device}" for device, nbytes in totals.items())
     alt = (
-        f"A column for each of {len(units)} parts of the model, as high as its bytes, in the colours of "
-        f"its homes: {said}."
+        f"One column for each of {len(units)} units of the model, as high as its bytes, in the colors of "
+        f"its devices: {said}."
     )
     return Picture(
-        "placement", "Placement map: which part rests where", alt, PlacementMap(units), _table(units)
+        "placement", "Placement map: the device of each unit", alt, PlacementMap(units), _table(units)
     )
 
 
 def _table(units: Sequence[Unit]) -> Table:
-    """A row for each part and home; neighbouring layers that are alike are one row."""
+    """Returns one row per unit and device. Identical neighboring layers share a row."""
     rows: list[tuple[str, ...]] = []
     start = 0
     for place, unit in enumerate(units):
@@ -168,16 +166,11 @@ def _table(units: Sequence[Unit]) -> Table:
             rows.append(
                 (
                     name,
-                    device
-                    if unit.devices == (device,)
-                    else f"{device}, computes on {', '.join(unit.devices)}",
+                    device if unit.devices == (device,) else f"{device}, runs on {', '.join(unit.devices)}",
                     *sizes,
                 )
             )
         start = place + 1
-    header = ("part", "home", "packed bytes, each", "other bytes, each", "bytes in all")
-    note = (
-        "Bytes at home, as the plan of the load counts them. Neighbouring layers that are alike stand in "
-        "one row."
-    )
-    return Table("Which part rests where", note, header, rows)
+    header = ("unit", "device", "quantized bytes, each", "other bytes, each", "total bytes")
+    note = "Bytes stored on the device, as counted by the plan. Identical neighboring layers share one row."
+    return Table("The device of each unit", note, header, rows)

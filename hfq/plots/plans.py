@@ -1,6 +1,4 @@
-"""What `hfq plan --json` printed: homes against their limits, the placement map, ranks of ZeRO, a catalog, a
-ladder of formats.
-"""
+"""Section for `hfq plan --json`: devices and limits, placement map, ZeRO-3, and alternatives."""
 
 from __future__ import annotations
 
@@ -20,26 +18,26 @@ __all__ = ["PARTS", "plan_section"]
 PARTS = {
     "weights_nbytes": "weights",
     "buffer_nbytes": "buffer",
-    "experts_nbytes": "experts' cache",
+    "experts_nbytes": "expert cache",
     "kv_cache_nbytes": "KV cache",
     "activations_nbytes": "activations",
 }
-"""What a home holds, by the name in a report of `hfq plan`, as it is called in tables and pictures."""
+"""Uses of a device's memory: fields in a report of `hfq plan`, with their names in tables and charts."""
 
 _DEVICES = ("device", "cpu", "nvme")
 
 
 def plan_section(fields: Fields) -> Section:
-    """The section of one plan.
+    """Returns the section of one plan.
 
     Raises:
-        SetupError: A field is missing or is not what it should be.
+        SetupError: A field is missing or not valid.
     """
     model, work = fields.object("model"), fields.object("workload")
     name = Path(model.text("path")).name or model.text("path")
     facts = {
         "model": f"{model.text('class')} of {model.count('layers')} layers, "
-        f"{model.text('formats') or 'not packed'}",
+        f"{model.text('formats') or 'unquantized'}",
         "files": f"{model.count('file_nbytes'):,} B",
         "workload": f"batch {work.count('batch')}, context {work.count('context')}, KV cache "
         f"{work.text('kv_dtype')}",
@@ -58,7 +56,7 @@ def plan_section(fields: Fields) -> Section:
     if fields.has("ladder"):
         pictures.append(_ladder(fields.object("ladder")))
     if not pictures:
-        raise fields.wrong("homes, zero3, catalog or ladder", sorted(fields.names()))
+        raise fields.wrong("devices, zero3, catalog, or ladder", sorted(fields.names()))
     return Section(f"{name}: a plan", facts, pictures, tables)
 
 
@@ -77,19 +75,19 @@ def _homes(devices: Fields) -> Picture:
     limits = [
         float(device.count("capacity_nbytes")) if device.has("capacity_nbytes") else None for device in found
     ]
-    note = "Bytes in each home: weights at home, and what running takes beside them."
-    return bars_picture("devices", "What each home holds", Bars(names, parts, limits), note, "home")
+    note = "Bytes on each device: weights stored there, and memory for running the model."
+    return bars_picture("devices", "Bytes on each device", Bars(names, parts, limits), note, "device")
 
 
 def _prediction(prediction: Fields) -> Table:
     rows = [("load from a cold disk", f"{prediction.number('load_seconds'):.4g} s")]
     if prediction.has("tokens_per_second"):
-        rows.append(("tokens a second", f"{prediction.number('tokens_per_second'):.4g}"))
+        rows.append(("tokens per second", f"{prediction.number('tokens_per_second'):.4g}"))
     if prediction.has("step_seconds"):
-        rows.append(("a step", f"{prediction.number('step_seconds'):.4g} s"))
+        rows.append(("time per step", f"{prediction.number('step_seconds'):.4g} s"))
     for helped in prediction.items("helps") if prediction.has("helps") else ():
         if not isinstance(helped, list) or len(helped) != 2:
-            raise prediction.wrong("pairs of text and tokens a second", helped, "helps")
+            raise prediction.wrong("pairs of text and tokens per second", helped, "helps")
         what, rate = helped
         rows.append(
             (
@@ -97,7 +95,7 @@ def _prediction(prediction: Fields) -> Table:
                 f"{prediction.numbers_of('helps', rate):.4g} tokens/s",
             )
         )
-    note = f"Decided by {prediction.text('dominant_term')}; rates: {prediction.text('source')}."
+    note = f"Limited by {prediction.text('dominant_term')}; rates: {prediction.text('source')}."
     return Table("Predicted speed", note, ("what", "how much"), rows)
 
 
@@ -109,9 +107,9 @@ def _zero3(zero3: Fields) -> Picture:
         part: [float(sizes.count(device)) if sizes.has(device) else 0.0 for device in devices]
         for part, sizes in held.items()
     }
-    title = f"ZeRO-3: what each of {zero3.count('ranks')} ranks holds"
+    title = f"ZeRO-3: bytes on each of {zero3.count('ranks')} ranks"
     return bars_picture(
-        "zero3", title, Bars(devices, parts, [None] * len(devices)), "Bytes of one rank.", "home"
+        "zero3", title, Bars(devices, parts, [None] * len(devices)), "Bytes of one rank.", "device"
     )
 
 
@@ -126,19 +124,19 @@ def _catalog(entries: Sequence[Fields], fields: Fields) -> Picture:
         rows.append((name, f"{cost:g}", f"{price:.4g}", f"{rate:.4g}", entry.text("dominant")))
         points.append((name, rate, price))
     if not points:
-        raise fields.wrong("one machine or more that holds the model", [], "catalog")
-    note = "Cheapest first. Predicted by rates of the catalog; costs are those of its file."
+        raise fields.wrong("at least one machine that holds the model", [], "catalog")
+    note = "Cheapest first. Speeds are predicted with the catalog's rates. Costs are from its file."
     table = Table(
         "Machines by cost",
         note,
-        ("machine", "cost an hour", "cost of 1M tokens", "tokens/s", "decided by"),
+        ("machine", "cost per hour", "cost of 1M tokens", "tokens/s", "limited by"),
         rows,
     )
     alt = (
-        f"{len(points)} machines by tokens a second and cost of a million tokens; the cheapest is "
+        f"{len(points)} machines by tokens per second and cost per million tokens. The cheapest is "
         f"{points[0][0]}."
     )
-    drawing = Scatter("", "tokens a second", "cost of a million tokens", points)
+    drawing = Scatter("", "tokens per second", "cost per million tokens", points)
     return Picture(
         "catalog", "Machines by speed and cost (lower and further right is better)", alt, drawing, table
     )
@@ -147,7 +145,7 @@ def _catalog(entries: Sequence[Fields], fields: Fields) -> Picture:
 def _ladder(ladder: Fields) -> Picture:
     rungs = ladder.objects("rungs")
     if not rungs:
-        raise ladder.wrong("one format or more", [], "rungs")
+        raise ladder.wrong("at least one format", [], "rungs")
     weights, totals = ([rung.count(name) for rung in rungs] for name in ("weights_nbytes", "total_nbytes"))
     others = [max(total - size, 0) for total, size in zip(totals, weights, strict=True)]
     limit = ladder.number("budget_nbytes")
@@ -157,7 +155,7 @@ def _ladder(ladder: Fields) -> Picture:
         [limit] * len(rungs),
     )
     return bars_picture(
-        "ladder", "Formats against the budget, best first", bars, ladder.text("note"), "format"
+        "ladder", "Formats against the limit, best first", bars, ladder.text("note"), "format"
     )
     return bars_picture(
         "ladder", "Formats against the limit, best first", bars, ladder.text("note"), "format"

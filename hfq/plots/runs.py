@@ -1,6 +1,4 @@
-"""What `hfq.report(model)` found of a loaded model: its placement map, its timeline, its streaming and its
-speed.
-"""
+"""Section for a report of a loaded model: placement map, timeline, offloading, and speed."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ __all__ = ["read_modules", "run_section"]
 
 
 def run_section(fields: Fields) -> Section:
-    """The section of one report.
+    """Returns the section of one report.
 
     Raises:
-        SetupError: A field is missing or is not what it should be.
+        SetupError: A field is missing or not valid.
     """
     model = fields.object("model")
     name = Path(model.text("path")).name or model.text("path")
     facts = {
-        "model": f"{model.text('class')}, {model.text('formats') or 'not packed'}",
+        "model": f"{model.text('class')}, {model.text('formats') or 'unquantized'}",
         "dtype of activations": model.text("dtype"),
     }
     facts |= {"computes on": model.text("device"), "hfq": model.text("hfq")}
@@ -36,7 +34,7 @@ def run_section(fields: Fields) -> Section:
     spans, units = _timeline(fields)
     timeline = timeline_picture(spans, units)
     if timeline is None:
-        facts["timeline"] = "not recorded; hfq.report(model, measure=True) records one token"
+        facts["timeline"] = "not recorded. hfq.report(model, measure=True) records one token"
     else:
         pictures.append(timeline)
     tables = [_homes(fields)]
@@ -48,10 +46,10 @@ def run_section(fields: Fields) -> Section:
 
 
 def read_modules(fields: Fields) -> list[ModuleDevice]:
-    """The modules of a report or a plan, one or more.
+    """Returns the modules of a report or a plan, at least one.
 
     Raises:
-        SetupError: There are none, or one is not what it should be.
+        SetupError: There are none, or one is not valid.
     """
     found = []
     for module in fields.objects("modules"):
@@ -68,12 +66,12 @@ def read_modules(fields: Fields) -> list[ModuleDevice]:
             )
         )
     if not found:
-        raise fields.wrong("one module or more", [], "modules")
+        raise fields.wrong("at least one module", [], "modules")
     return found
 
 
 def _timeline(fields: Fields) -> tuple[list[Span], list[str]]:
-    """Returns the spans and the blocks of the recorded timeline; both are empty if there is none."""
+    """Returns the spans and the units of the recorded timeline. Both are empty without one."""
     if not fields.has("timeline"):
         return [], []
     recorded = fields.object("timeline")
@@ -96,18 +94,18 @@ def _homes(fields: Fields) -> Table:
         (device.text("device"), f"{device.count('nbytes'):,}", f"{device.count('onloaded_nbytes'):,}")
         for device in fields.objects("devices")
     ]
-    note = "Bytes that rest there, and those of them that a forward of all modules moves."
-    return Table("Homes", note, ("home", "bytes", "moved a forward"), rows)
+    note = "Bytes stored on each device, and the bytes of them that one forward pass onloads."
+    return Table("Devices", note, ("device", "bytes", "onloaded per forward"), rows)
 
 
 def _stream(offload: Fields) -> Table:
     rows = [
         ("reads", offload.text("mode")),
-        ("streamed blocks", f"{offload.count('units'):,}"),
-        ("bytes a pass", f"{offload.count('pass_nbytes'):,}"),
-        ("bytes of the ring", f"{offload.count('buffer_nbytes'):,}"),
+        ("offloaded units", f"{offload.count('units'):,}"),
+        ("bytes per pass", f"{offload.count('pass_nbytes'):,}"),
+        ("bytes of the offload buffer", f"{offload.count('buffer_nbytes'):,}"),
         ("passes", f"{offload.count('passes'):,}"),
-        ("blocks that were not the expected one", f"{offload.count('prefetch_misses'):,}"),
+        ("units that were not the predicted one", f"{offload.count('prefetch_misses'):,}"),
         ("read so far", as_size(offload.count("nbytes_read"))),
         (
             "rate while reading",
@@ -117,11 +115,9 @@ def _stream(offload: Fields) -> Table:
             "the disk's limit",
             as_rate(offload.number("disk_bandwidth") if offload.has("disk_bandwidth") else None),
         ),
-        ("waited for blocks", f"{offload.number('stall_seconds'):.3f} s"),
+        ("waited for units", f"{offload.number('stall_seconds'):.3f} s"),
     ]
-    return _pairs(
-        "Streaming so far", "Counted since the model was loaded, until the report was asked for.", rows
-    )
+    return _pairs("Offloading so far", "Totals from loading the model until the report.", rows)
 
 
 def _speed(speed: Fields) -> Table:
@@ -133,7 +129,7 @@ def _speed(speed: Fields) -> Table:
         return (unit, *("-" if value is None else format(value, form) for value in values))  # type: ignore[return-value]
 
     rows = [both("load", ".4g", "load, s"), both("step", ".4g", "one token, s")]
-    note = f"Decided by {speed.text('dominant')}; rates: {speed.text('source')}."
+    note = f"Limited by {speed.text('dominant')}; rates: {speed.text('source')}."
     return Table("Speed", note, ("what", "predicted", "achieved"), rows)
 
 

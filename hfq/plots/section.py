@@ -1,4 +1,4 @@
-"""What one file becomes: facts, pictures with their tables, and further tables."""
+"""Content of one file: facts, charts with their tables, and further tables."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class Drawing(Protocol):
-    """What can be drawn into an empty figure of matplotlib."""
+    """Anything that can be drawn into an empty matplotlib figure."""
 
     def draw(self, figure: Any) -> None: ...
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing, what it says in words for those who do not see it, and the table of its numbers.
+    """A drawing with a text alternative and a table of its numbers.
 
     Attributes:
-        name: Names its file, among the pictures of its section.
-        title: What it shows.
-        alt: What is to be seen on it.
-        drawing: Draws it.
-        table: Its numbers; None where a table of the section has them.
+        name: File name of the picture, unique within its section.
+        title: Title.
+        alt: Text alternative.
+        drawing: Draws the picture.
+        table: Its numbers. None if a table of the section contains them.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """One file.
+    """Content of one file.
 
     Attributes:
-        title: What it is about.
-        facts: What is known of it, as text by what it is.
+        title: Title.
+        facts: Facts as {name: text}.
         pictures: The pictures.
         tables: Tables that belong to no picture.
         trace: The recorded timeline as Chrome trace JSON. None if nothing was recorded.
@@ -58,5 +58,5 @@ class Section:
 
 
 def as_size(nbytes: float) -> str:
-    """Bytes in the largest unit of ten that leaves one digit or more before the point."""
+    """Returns bytes in the largest decimal unit with at least one digit before the point."""
     return next((f"{nbytes / size:.3g} {unit}" for size, unit in _UNITS if nbytes >= size), f"{nbytes:g} B")

@@ -1,4 +1,4 @@
-"""The timeline of one pass: tracks of reading, copying, and computing, with a bar for each block."""
+"""Timeline of one pass: tracks of reading, copying, and computing, with a bar per unit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TimelinePlot", "busy_seconds", "last_pass", "timeline_picture"]
 
 _WIDTH = 11.0
 _TRACKS = {"reading": ("read",), "copying": ("copy",), "computing": ("compute", "other", "wait")}
-"""The kinds of spans on each track."""
+"""Kinds of spans on each track."""
 
 _COLUMNS = {
     "reading": ("read",),
@@ -25,12 +25,12 @@ _COLUMNS = {
     "waiting": ("wait",),
     "computing": ("compute", "other"),
 }
-"""The kinds of spans that each column of the table sums up."""
+"""Kinds of spans in each column of the table."""
 
 _WORDS = {
     "read": "reading",
     "copy": "copying",
-    "compute": "computing streamed blocks",
+    "compute": "computing offloaded units",
     "other": "computing the rest",
     "wait": "waiting",
 }
@@ -46,12 +46,12 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 @dataclass(frozen=True)
 class TimelinePlot:
-    """Spans over time. Neighboring blocks differ in shade.
+    """Spans over time. Neighboring units differ in shade.
 
     Attributes:
-        spans: The spans of one pass, which starts at second 0, in the order of their starts.
-        seconds: The duration of the pass.
-        units: The streamed blocks, in the order of the model.
+        spans: Spans of one pass, which starts at second 0, ordered by start.
+        seconds: Duration of the pass.
+        units: Offloaded units, in model order.
     """
 
     spans: Sequence[Span]
@@ -60,11 +60,11 @@ class TimelinePlot:
 
     @functools.cached_property
     def others(self) -> list[str]:
-        """The parts that are not streamed, in the order in which they computed."""
+        """Modules that are not offloaded, in execution order."""
         return list(dict.fromkeys(span.name for span in self.spans if span.track == "other"))
 
     def draw(self, figure: Any) -> None:
-        """Draws the plot into an empty figure of matplotlib."""
+        """Draws the timeline into an empty matplotlib figure."""
         tracks = {
             title: [span for span in self.spans if span.track in kinds] for title, kinds in _TRACKS.items()
         }
@@ -81,7 +81,7 @@ class TimelinePlot:
         axes.set_xlim(0, self.seconds / unit)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel(f"time since the pass began, {name} (numbers are those of layers)")
+        axes.set_xlabel(f"time since the start of the pass, {name} (numbers are layer numbers)")
         figure.legend(handles=self._handles(), loc="outside lower left", ncols=4, fontsize=9)
 
     def _draw_track(self, axes: Any, spans: Sequence[Span], place: int, unit: float) -> None:
@@ -107,16 +107,16 @@ class TimelinePlot:
         return _SHADES[span.track][names.index(span.name) % 2 if span.name in names else 0], None
 
     def _handles(self) -> list[Any]:
-        """Returns the entries of the legend, one for each kind of span that is there."""
+        """Returns the legend entries, one per kind of span."""
         from matplotlib.patches import Patch
 
         hatched: dict[str, Any] = {"facecolor": COLOURS[1], "edgecolor": INK, "linewidth": 0, "hatch": "////"}
         entries = {
-            "read": Patch(color=_SHADES["read"][0], label="reading a streamed block"),
-            "copy": Patch(color=_SHADES["copy"][0], label="copying a streamed block"),
-            "compute": Patch(color=_SHADES["compute"][0], label="computing a streamed block"),
-            "other": Patch(color=_SHADES["other"][0], label="computing what is not streamed"),
-            "wait": Patch(**hatched, label="waiting for a block"),
+            "read": Patch(color=_SHADES["read"][0], label="reading an offloaded unit"),
+            "copy": Patch(color=_SHADES["copy"][0], label="copying an offloaded unit"),
+            "compute": Patch(color=_SHADES["compute"][0], label="computing an offloaded unit"),
+            "other": Patch(color=_SHADES["other"][0], label="computing other modules"),
+            "wait": Patch(**hatched, label="waiting for a unit"),
         }
         found = {span.track for span in self.spans}
         return [patch for kind, patch in entries.items() if kind in found]
@@ -125,7 +125,7 @@ class TimelinePlot:
 def last_pass(spans: Sequence[Span]) -> tuple[list[Span], float]:
     """Returns the spans of the last recorded pass, cut to it, and its duration in seconds.
 
-    They begin at 0. Without a recorded pass, all spans are returned.
+    They start at 0. Without a recorded pass, all spans are returned.
     """
     passes = [span for span in spans if span.track == "pass"]
     rest = [span for span in spans if span.track != "pass"]
@@ -142,7 +142,7 @@ def last_pass(spans: Sequence[Span]) -> tuple[list[Span], float]:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Returns how long at least one of the spans was under way."""
+    """Returns the seconds during which at least one of the spans was active."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, until))
@@ -157,13 +157,13 @@ def timeline_picture(spans: Sequence[Span], units: Sequence[str]) -> Picture | N
         return None
     busy = {kind: busy_seconds(span for span in shown if span.track == kind) for kind in _WORDS}
     words = ", ".join(f"{_WORDS[kind]} {taken * 1e3:.3g} ms" for kind, taken in busy.items() if taken)
-    alt = f"Tracks over the {seconds * 1e3:.3g} ms of one pass, a bar for each block on each track: {words}."
+    alt = f"Tracks over the {seconds * 1e3:.3g} ms of one pass, with a bar per unit on each track: {words}."
     plot, table = TimelinePlot(shown, seconds, units), _table(shown, units, seconds)
     return Picture("timeline", "Timeline of one pass", alt, plot, table)
 
 
 def _layer_number(name: str) -> str:
-    """Returns the number of a layer from the name of a module; empty if it has none."""
+    """Returns the layer number in the name of a module, or an empty string."""
     found = re.search(r"\.(\d+)(?:\.|$)", f".{name}")
     return found[1] if found else ""
 
@@ -174,17 +174,17 @@ def _table(spans: Sequence[Span], units: Sequence[str], seconds: float) -> Table
     for span in sorted(spans, key=lambda span: order.get(span.name, len(order))):
         by_name.setdefault(span.name, []).append(span)
     rows = [_row(name, found, none="-") for name, found in by_name.items()]
-    rows.append(_row("busy in all", spans, none="0.000"))
+    rows.append(_row("total busy", spans, none="0.000"))
     note = (
-        f"Milliseconds within the {seconds * 1e3:.3f} ms of the pass; where several threads read at once, "
-        "time is counted once. What is read ahead for the next pass is in it, "
-        "and what the pass before had read is not."
+        f"Milliseconds within the {seconds * 1e3:.3f} ms of the pass. Time of concurrent reads "
+        "counts once. Reads that prefetch for the next pass are included. "
+        "Reads that an earlier pass prefetched are not."
     )
-    return Table("One pass by block", note, ("block", "bytes read", *_COLUMNS), rows)
+    return Table("One pass by unit", note, ("unit", "bytes read", *_COLUMNS), rows)
 
 
 def _row(name: str, spans: Sequence[Span], none: str) -> tuple[str, ...]:
-    """Returns a row of the table; `none` stands for no time."""
+    """Returns a row of the table. `none` replaces a time of zero."""
     nbytes = sum(span.nbytes for span in spans if span.track == "read")
     busy = [busy_seconds(span for span in spans if span.track in kinds) for kinds in _COLUMNS.values()]
     times = (f"{taken * 1e3:.3f}" if taken else none for taken in busy)

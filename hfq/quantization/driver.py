@@ -270,7 +270,7 @@ class _Job:
             info = self.source.stored(f"{name}.weight")
             if not info.name.endswith("weight"):
                 raise FormatError(
-                    "A layer cannot be quantized, because its weight has an unexpected name. Nothing was written.",
+                    "A layer's weight has an unexpected name. Nothing was written.",
                     tensor=info.name,
                     expected="a tensor name that ends in 'weight'",
                     found=str(info),
@@ -307,7 +307,7 @@ def _calibration(
             f"{what} requires calibration data.",
             expected="a text file, texts, or token ids in dataset",
             found="None",
-            fix="Pass a dataset that resembles the model's inputs, or use method='rtn' without distill_steps.",
+            fix="Pass text that resembles the model's inputs, or use method='rtn' without distill_steps.",
         )
     from transformers import AutoTokenizer
 

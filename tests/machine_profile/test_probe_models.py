@@ -25,6 +25,6 @@ def test_a_complete_checkpoint_is_used_again_and_a_damaged_one_is_made_anew(tmp_
 
 def test_nothing_is_written_where_the_disk_has_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(SetupError, match="too little room"):
+    with pytest.raises(SetupError, match="too little free space"):
         make_checkpoint(tmp_path, SMALL, GPTQ4)
     assert not list(tmp_path.rglob("*.safetensors"))

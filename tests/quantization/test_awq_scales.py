@@ -136,7 +136,10 @@ def test_other_blocks_are_scaled_where_that_is_possible(source, tmp_path):  # no
     assert all(after <= before for before, after in report.distilled.values())
     plain = [layer.name for layer in report.layers if layer.exponent is None]
     card = (tmp_path / "awq" / "README.md").read_text()
-    assert f"Rounded without scaling, since nothing before them can take a scale: {', '.join(plain)}." in card
+    assert (
+        f"Rounded without scaling, because no preceding module can absorb a scale: {', '.join(plain)}."
+        in card
+    )
     ends = {name.rpartition(".")[2] if "experts" in name else name.partition("h.")[2][2:] for name in plain}
     assert ends in (
         {"mlp.c_proj"},

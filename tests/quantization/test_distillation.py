@@ -62,7 +62,7 @@ def test_the_error_of_each_block_falls_and_so_does_the_perplexity_of_other_text(
     card = (out / "trained" / "README.md").read_text()
     before, after = report.distilled["model.layers.2"]
     assert (
-        f"Recovery of model.layers.2: the mean squared error of its outputs fell from {before:.3g} to "
+        f"Distillation of model.layers.2: the mean squared error of its outputs fell from {before:.3g} to "
         f"{after:.3g}." in card
     )
     ids = torch.tensor(AutoTokenizer.from_pretrained(SOURCE)(text[-16000:])["input_ids"])

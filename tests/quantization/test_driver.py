@@ -144,7 +144,7 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_bytes(gptq, tokens, tmp_path
     (begun / "model-00004-of-00005.safetensors").write_bytes(b"half")
     (begun / ".model-00004-of-00005.safetensors.x.tmp").write_bytes(b"half")
     recipe = Recipe("gptq", bits=4, group_size=64)
-    with pytest.raises(hfq.SetupError, match="Another quantization"):
+    with pytest.raises(hfq.SetupError, match="unfinished quantization"):
         hfq.quantize(SOURCE, Recipe("rtn"), output_dir=target)
     report = hfq.quantize(
         SOURCE,

@@ -132,7 +132,7 @@ def test_activations_that_are_not_finite_are_named(tmp_path):
     )
     refused(
         SetupError,
-        "activations that reach a layer are not finite",
+        "inputs of a layer are not finite",
         tmp_path / "out",
         source,
         GPTQ,
@@ -148,7 +148,7 @@ def test_a_layer_that_no_signal_reaches_is_named(tmp_path):
     )
     refused(
         SetupError,
-        "No token",
+        "No calibration token",
         tmp_path / "out",
         source,
         GPTQ,
@@ -161,7 +161,7 @@ def test_a_layer_that_no_signal_reaches_is_named(tmp_path):
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    refused(CheckpointError, "too little room", tmp_path / "out", SOURCE, RTN)
+    refused(CheckpointError, "too little free space", tmp_path / "out", SOURCE, RTN)
     assert not list(tmp_path.iterdir())
 
 
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_what_is_finished(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_replace", full)
         with pytest.raises(
-            CheckpointError, match="finished are"
+            CheckpointError, match="decoder layers are kept"
         ) as kept:  # as a notebook keeps the last error, and its frames
             hfq.quantize(SOURCE, RTN, output_dir=tmp_path / "out")
     assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
@@ -239,7 +239,7 @@ def test_sequences_are_spread_over_the_text_and_fewer_are_told_of(caplog, tmp_pa
     assert found.tokens[:, 0].tolist() == [0, 30, 60]
     assert not caplog.text
     assert len(calibrate(tmp_path / "text", Tokenizer(), 128, 20, 10).tokens) == 10
-    assert "20 were wanted" in caplog.text
+    assert "instead of 20" in caplog.text
     assert [
         len(batch)
         for batch in calibrate([torch.zeros(5, 1000, dtype=torch.int64)], None, 1, 5, 1000).batches()

@@ -163,7 +163,7 @@ def test_damping_grows_until_the_hessian_factors(layer, caplog):
     )  # rounding can do this to a singular one; here it is made sure
     factor = factorize(hessian, Recipe(damp_percent=0.001, group_size=32), "layer")
     assert 0.001 < factor.damping <= 1
-    assert "trying" in caplog.text
+    assert "Trying" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_unusable_hessians_are_named(hessian, named):
 @pytest.mark.parametrize(
     ("weight", "named"),
     [
-        (torch.zeros(32, 40), "cannot hold"),
-        (torch.zeros(30, 64), "cannot hold"),
+        (torch.zeros(32, 40), "does not support"),
+        (torch.zeros(30, 64), "does not support"),
         (torch.full((32, 64), float("nan")), "not finite"),
     ],
 )
