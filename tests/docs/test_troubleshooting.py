@@ -125,7 +125,7 @@ def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
 def test_what_a_helper_is_given_by_its_callers_stands_on_the_page(entries):
     texts = {what for entry in entries for what in entry.message}
     assert (
-        "The calibration set cannot be used: it is shorter than one sequence." in texts
+        "The calibration data cannot be used: it is shorter than one sequence." in texts
     )  # a helper that puts texts together
     assert any(
         "zero_optimization.zero_quantized_weights quantizes packed bytes" in text for text in texts

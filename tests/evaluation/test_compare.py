@@ -81,7 +81,7 @@ def test_loaded_models_can_be_compared(made):
 def test_the_same_numbers_in_another_dialect_are_the_same_model(made):
     found = hfq.compare(made["v1"], made["v2"], device_map_b="disk")
     assert found.equal
-    assert found.verdict == "the same model: the same numbers in other bytes"
+    assert found.verdict == "the same model: equal values in other bytes"
     assert kinds(found) == {"other format": 14}
     assert all(each.distance.is_equal and each.distance.max_abs == 0 for each in found.differences)
     assert found.logits.is_equal
@@ -102,7 +102,7 @@ def test_an_inflated_model_is_found_though_its_numbers_are_the_same(made):
     assert not found.equal
     assert kinds(found) == {"inflated": 14}
     assert all(each.distance.is_equal for each in found.differences)
-    assert found.differences[0].second == "dense F32"
+    assert found.differences[0].second == "unquantized F32"
     assert kinds(hfq.compare(made["dense"], made["v1"], logits=False)) == {"quantized": 14}
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("kind", "pictures", "tables"),
     [
-        ("run", ["placement", "timeline"], ["Homes", "Streaming so far", "Speed"]),
+        ("run", ["placement", "timeline"], ["Devices", "Offloading so far", "Speed"]),
         ("plan", ["devices", "placement"], ["Predicted speed"]),
         ("bench", ["chart"], ["Time"]),
         ("eval", ["chart"], []),
@@ -54,15 +54,15 @@ def test_a_model_that_streams_nothing_and_recorded_nothing(write, result):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no JSON"),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "nothing that hfq plot can draw"),
-        ("null", "nothing that hfq plot can draw"),
-        ("3", "nothing that hfq plot can draw"),
-        ("{}", "nothing that hfq plot can draw"),
-        ('{"kind": "another"}', "nothing that hfq plot can draw"),
-        ('{"model": {}, "setup": {}, "stages": []}', "nothing that hfq plot can draw"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "no result that hfq plot can draw"),
+        ("null", "no result that hfq plot can draw"),
+        ("3", "no result that hfq plot can draw"),
+        ("{}", "no result that hfq plot can draw"),
+        ('{"kind": "another"}', "no result that hfq plot can draw"),
+        ('{"model": {}, "setup": {}, "stages": []}', "no result that hfq plot can draw"),
     ],
 )
 def test_what_is_no_result_is_refused(text, said, write):
@@ -77,7 +77,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
     for file, said in (
         (tmp_path / "none.json", "cannot be read"),
         (tmp_path, "cannot be read"),
-        (tmp_path / "bytes.json", "no JSON"),
+        (tmp_path / "bytes.json", "not JSON"),
     ):
         with pytest.raises(SetupError, match=said):
             read_section(file)
@@ -89,7 +89,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "path", "value", "place"),
     [
-        ("run", ("model",), None, "model of this file"),
+        ("run", ("model",), None, "Field model is not valid"),
         ("run", ("model", "path"), 3, "model.path"),
         ("run", ("modules",), [], "modules"),
         ("run", ("modules", 1, "nbytes"), -1, r"modules\[1\].nbytes"),

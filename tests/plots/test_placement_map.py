@@ -31,7 +31,7 @@ def test_the_first_number_ends_the_name_of_a_part(module, unit):
 def test_a_layer_in_two_homes_has_a_row_for_each():
     modules = [ModuleDevice("h.0.a", "cpu", "cuda:0", 5, 5), ModuleDevice("h.0.b", "cuda:0", "cuda:0", 7, 0)]
     rows = placement_picture(modules).table.rows
-    assert rows == [("h.0", "cpu, computes on cuda:0", "5", "0", "5"), ("h.0", "cuda:0", "0", "7", "7")]
+    assert rows == [("h.0", "cpu, runs on cuda:0", "5", "0", "5"), ("h.0", "cuda:0", "0", "7", "7")]
 
 
 def test_alike_neighbours_stand_in_one_row():
@@ -42,7 +42,7 @@ def test_alike_neighbours_stand_in_one_row():
         "model.layers.1 to model.layers.2 (2)",
         "lm_head",
     ]
-    assert rows[2][1:] == ("disk, computes on cpu", "4,000", "2,000", "12,000")
+    assert rows[2][1:] == ("disk, runs on cpu", "4,000", "2,000", "12,000")
 
 
 def test_homes_have_colours_of_their_own():

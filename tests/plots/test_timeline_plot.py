@@ -36,7 +36,7 @@ def test_what_overlaps_is_counted_once():
 def test_the_table_sums_up_each_block():
     picture = timeline_picture(spans(), BLOCKS)
     assert picture.table.rows[1] == ("model.layers.2", "6 kB", "3.000", "-", "-", "3.000")
-    assert picture.table.rows[-1] == ("busy in all", "18 kB", "4.500", "0.000", "1.000", "7.000")
+    assert picture.table.rows[-1] == ("total busy", "18 kB", "4.500", "0.000", "1.000", "7.000")
     assert "waiting 1 ms" in picture.alt
 
 
