@@ -1,4 +1,4 @@
-"""Checkpoints that are measured: one Llama-like architecture in three formats."""
+"""Checkpoints for measurements: one Llama-like architecture in three formats."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ __all__ = ["FORMATS", "LAYOUTS", "architecture_of_size", "checkpoint_files", "ma
 
 
 def architecture_of_size(nbytes: float) -> Architecture:
-    """The widest architecture, up to a hidden size of 2048, that has at least 8 layers in `nbytes` of
-    bfloat16.
+    """Returns the widest architecture with at least 8 layers in `nbytes` of bfloat16.
+
+    The hidden size is at most 2048.
 
     Raises:
-        SetupError: So few bytes hold no such model.
+        SetupError: `nbytes` is too small for such a model.
     """
     for hidden in (2048, 1024, 512, 256, 128):
         empty, one = (
@@ -36,38 +37,38 @@ def architecture_of_size(nbytes: float) -> Architecture:
         if layers >= 8:
             return Architecture(hidden, layers)
     raise SetupError(
-        "A model to measure with cannot be so small.",
+        "The size is too small for a model to measure with.",
         expected=f"at least {empty + 8 * (one - empty):,} bytes",
         found=f"{nbytes:,.0f} bytes",
-        fix="pass a larger --size",
+        fix="Pass a larger --size.",
     )
 
 
 def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> Path:
-    """Writes a checkpoint into a folder of its own within `folder`, unless a complete one is there.
+    """Writes a checkpoint into its own folder within `folder`, unless a complete one exists.
 
     Args:
-        folder: The folder of all checkpoints; it is created if missing.
+        folder: Folder of all checkpoints. It is created if missing.
         architecture: The model.
-        weights: The format of its linear layers, one of `FORMATS`.
+        weights: Format of the linear layers, one of `FORMATS`.
 
     Returns:
-        The checkpoint's folder.
+        Folder of the checkpoint.
 
     Raises:
-        SetupError: The disk has too little room. Nothing was written.
-        CheckpointError: A file could not be written.
+        SetupError: The disk has too little free space. Nothing was written.
+        CheckpointError: A file cannot be written.
     """
     return probe_models.make_checkpoint(folder, architecture, LAYOUTS[weights])
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The shards of a checkpoint, in order."""
+    """Returns the shards of a checkpoint, in order."""
     return sorted(path.glob("*.safetensors"))
 
 
 def _e4m3(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Codes below 2, which hold no NaN: a root mean square of 0.59."""
+    """Draws codes whose values are below 2, so that none is NaN."""
     return generator.integers(0, 256, shape, np.uint8) & 0xBF
 
 

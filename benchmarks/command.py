@@ -25,15 +25,15 @@ class Options:
     """Options of one run.
 
     Attributes:
-        folder: Contains checkpoints and trained models between runs.
-        size: Size of the bfloat16 checkpoint in bytes; quantized ones have the same architecture.
+        folder: Folder that keeps checkpoints and trained models between runs.
+        size: Size of the bfloat16 checkpoint in bytes. Quantized ones have the same architecture.
         rounds: Number of rounds. A round measures everything once.
-        quick: True if the run checks the benchmark and measures nothing.
-        threads: Numbers of threads; None for those of the benchmark.
+        quick: True if the run tests the benchmark, without useful measurements.
+        threads: Numbers of threads. None means the benchmark's defaults.
         models: Checkpoints of the user: measured by `plan`, trained models for `quantize`.
-        ranks: Local ranks under ZeRO-3; 0 for none.
-        shapes: Names of layer shapes; None for all.
-        rows: Numbers of activation rows; None for those of the benchmark.
+        ranks: Local ranks under ZeRO-3. 0 means none.
+        shapes: Names of layer shapes. None means all.
+        rows: Numbers of activation rows. None means the benchmark's defaults.
     """
 
     folder: Path
@@ -53,11 +53,11 @@ class Benchmark:
 
     Attributes:
         run: Measures, and returns the report.
-        size: Default size of the bfloat16 checkpoint in bytes; 0 if the benchmark reads no checkpoint.
-        help: One line for the command's help.
+        size: Default size of the bfloat16 checkpoint in bytes. 0 if the benchmark reads no checkpoint.
+        help: Help line of the command.
         rounds: Default number of rounds.
-        own: Options that only some benchmarks take.
-        check: Raises HfqError if the report contradicts what the benchmark promises; None for no check.
+        own: Options that only some benchmarks accept.
+        check: Raises HfqError if the report does not meet the benchmark's requirements. None means no check.
     """
 
     run: Callable[[Options], Report]
@@ -252,10 +252,10 @@ def bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command. An HfqError is printed without a traceback, and the exit status is 1.
+    """Runs the command. An HfqError is printed without a traceback, with exit status 1.
 
     Args:
-        arguments: Name and options; those of the process by default.
+        arguments: Name and options. None means those of the process.
     """
     try:
         app(arguments, prog_name="python -m benchmarks")
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _find(name: str, given: Sequence[str]) -> Benchmark:
-    """Returns the benchmark of this name, which takes all options that were given."""
+    """Returns the benchmark of this name, and checks that it accepts all given options."""
     if name not in BENCHMARKS:
         raise SetupError(
             f"{name!r} is not a benchmark{nearest(name, BENCHMARKS)}.",

@@ -1,11 +1,12 @@
-"""`python -m benchmarks generate`: tokens per second of a whole model on the CPU, packed weights in hfq
-against bfloat16 in plain transformers.
+"""`python -m benchmarks generate`: tokens per second of a whole model on the CPU.
 
-All models are in memory at once and take turns within a round; ratios are taken within a round and their
-medians are reported. The model that `python -m benchmarks load` loads is used: a Llama with random weights,
-in three formats. After the tokens that are counted the linear layers of a few more are timed by themselves,
-against a plain read of memory in the same round: layer after layer finds other bytes in the caches, and the
-interpreter's own code, as no product called by itself does.
+Quantized weights in hfq are compared with bfloat16 in plain transformers. All models are in memory together
+and take turns within a round. Ratios are computed within a round, and their medians are reported. The model
+is the one of `python -m benchmarks load`: a Llama with random weights, in three formats.
+
+After the counted tokens, the linear layers of a few more tokens are timed separately, and compared with a
+plain read of memory in the same round. Between two layers, other data and the interpreter's code evict the
+caches. Isolated calls of one product do not show that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PROMPT, TOKENS, TIMED_TOKENS = 128, 16, 8
 PREFILL, DECODE, LAYERS, READ = "prefill", "decode", "layers", "read"
 READ_NBYTES = 128 << 20
 PLAIN = "bf16"
-"""The format that plain transformers multiplies."""
+"""Format that runs in plain transformers."""
 
 
 def bench_generate(
@@ -38,14 +39,14 @@ def bench_generate(
     """Runs the benchmark.
 
     Args:
-        folder: Where the checkpoints are made, or found.
-        nbytes: The size of the bfloat16 checkpoint in bytes; the packed ones have the same architecture.
-        rounds: How often everything is measured, interleaved.
-        threads: The numbers of threads to measure with.
-        say: Is told what is going on.
+        folder: Folder of the checkpoints. Missing ones are created.
+        nbytes: Size of the bfloat16 checkpoint in bytes. Quantized ones have the same architecture.
+        rounds: Number of interleaved rounds.
+        threads: Numbers of threads to measure with.
+        say: Function that receives progress lines.
 
     Raises:
-        SetupError: The disk has too little room.
+        SetupError: The disk has too little free space.
     """
     architecture, before, records = architecture_of_size(nbytes), torch.get_num_threads(), []
     models, memory = {}, torch.zeros(READ_NBYTES // 4)
@@ -56,7 +57,7 @@ def bench_generate(
         for count in threads:
             torch.set_num_threads(count)
             for weights in models:
-                measure_model(models[weights], 2)  # the first call makes what is kept
+                measure_model(models[weights], 2)  # the first call fills caches
             for number in range(rounds):
                 say(f"{count} threads: round {number + 1} of {rounds}")
                 records += [
@@ -77,8 +78,7 @@ def bench_generate(
 
 
 def measure_model(model: Any, tokens: int) -> list[Record]:
-    """Seconds of a prompt's forward, of each token after it (keys and values are cached), and of more tokens'
-    layers."""
+    """Measures a prompt's forward pass, each cached token after it, and the layers of more tokens."""
     vocabulary = model.config.vocab_size
     prompt = torch.randint(0, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -99,7 +99,7 @@ def _next(model: Any, out: Any) -> Any:
 
 
 def _time_layers(model: Any, out: Any) -> list[Record]:
-    """Bytes and seconds of a token's linear layers, but for the head, which is in bfloat16 in every model."""
+    """Measures bytes and seconds of a token's linear layers, without the head, which is bfloat16."""
     layers = [module for name, module in model.named_modules() if name.endswith("_proj")]
     nbytes = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
     begun: list[float] = []
@@ -209,7 +209,7 @@ layers, but for the head, read their weights, over that of a plain read of memor
 
 
 def _share_of_read(records: list[Record], weights: str, threads: int) -> float | None:
-    """The rate at which layers read their weights, over that of a read beside them."""
+    """Returns the read rate of the layers' weights, divided by that of a plain read."""
     layers, read = (
         {"step": LAYERS, "weights": weights, "threads": threads},
         {"step": READ, "threads": threads},
@@ -218,7 +218,7 @@ def _share_of_read(records: list[Record], weights: str, threads: int) -> float |
 
 
 def _over_plain(records: list[Record], weights: str, step: str, threads: int) -> float | None:
-    """The stock model's seconds over this one's."""
+    """Returns the seconds of plain transformers divided by those of this model."""
     theirs, ours = ({"step": step, "weights": name, "threads": threads} for name in (PLAIN, weights))
     return _ratio(records, lambda record: record["seconds"], theirs, ours)
 
@@ -226,7 +226,7 @@ def _over_plain(records: list[Record], weights: str, step: str, threads: int) ->
 def _ratio(
     records: list[Record], value: Callable[[Record], float], above: Record, below: Record
 ) -> float | None:
-    """The median over rounds of a median within a round over another's."""
+    """Returns the median over rounds of the ratio of two medians within a round."""
     ratios: list[float] = []
     for number in sorted({record["round"] for record in select(records, **below)}):
         one, other = (median(records, value, round=number, **where) for where in (above, below))

@@ -18,8 +18,7 @@ __all__ = ["copy_rate", "touch", "warm_cache"]
 
 @functools.cache
 def copy_rate(nbytes: int = 256 << 20, times: int = 5) -> float:
-    """Bytes per second of a copy in memory by torch's threads, the best of several; each byte is read and
-    written once."""
+    """Returns the best rate of copies in memory in bytes per second. Each byte is read and written."""
     source, target = huge_buffer(nbytes).fill_(1), huge_buffer(nbytes).fill_(2)
     best = float("inf")
     for _ in range(times):
@@ -30,13 +29,15 @@ def copy_rate(nbytes: int = 256 << 20, times: int = 5) -> float:
 
 
 def warm_cache(files: Iterable[Path]) -> None:
-    """Brings files into the page cache."""
+    """Reads files into the page cache."""
     read_files(files, direct=False)
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> int:
-    """Reads one byte of every page that the tensors lie in, so that all of their bytes are in memory; returns
-    a checksum."""
+    """Reads one byte of every page of the tensors, and returns a checksum.
+
+    Afterwards, all of their bytes are in memory.
+    """
     total = 0
     for tensor in tensors:
         if tensor.numel() and not tensor.is_meta:

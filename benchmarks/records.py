@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 __all__ = ["Record", "median", "rotated", "select"]
 
 Record = dict
-"""One measurement as it was taken: its subject, and numbers in seconds and bytes."""
+"""One measurement: its subject, and numbers in seconds and bytes."""
 
 
 def select(records: Iterable[Record], **where: object) -> list[Record]:
-    """The records in which every one of these keys has this value, failed ones left out."""
+    """Returns the successful records in which each of these keys has this value."""
     return [
         r for r in records if "error" not in r and all(r.get(key) == value for key, value in where.items())
     ]
 
 
 def median(records: Iterable[Record], value: Callable[[Record], float], **where: object) -> float | None:
-    """The median of a value over the selected records; None where there are none, or where none has the
-    value."""
+    """Returns the median of a value over the selected records, or None if there are none."""
     try:
         values = [value(record) for record in select(records, **where)]
     except (KeyError, ZeroDivisionError):
@@ -29,8 +28,9 @@ def median(records: Iterable[Record], value: Callable[[Record], float], **where:
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The names in an order that begins elsewhere each round, so that no place in the order favours
-    anybody.
+    """Returns the names in an order that starts at another name in each round.
+
+    No name always has the same position, so the order favors none.
     """
     cut = by % max(len(names), 1)
     return [*names[cut:], *names[:cut]]

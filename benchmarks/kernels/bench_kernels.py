@@ -1,15 +1,14 @@
-"""`python -m benchmarks kernels`: products with packed weights on a CPU, against torch's with bfloat16
-weights and the memory's bandwidth.
+"""`python -m benchmarks kernels`: products with quantized weights on a CPU.
 
-All that is compared runs in one process, in turns within a round; ratios are taken within a round and their
-medians are reported. Where few rows are multiplied, a buffer larger than the caches is read in between, since
-a model's next layer is not in them either. Packed tensors lie as in most files, where they are aligned to 8
-bytes, and not to a line of the cache.
+They are compared with torch's products with bfloat16 weights and with the memory's bandwidth. Everything runs
+in one process, in turns within a round. Ratios are computed within a round, and their medians are reported.
+For few rows, a buffer larger than the caches is read in between, because a model's next layer is not in the
+caches either. Quantized tensors are aligned to 8 bytes as in most files, and not to a cache line.
 
-After such a read, Python's own code comes from memory, too. What a token's products read is measured beside
-it: one row times as many layers, one after another, as have the bytes of that buffer. They lie in one run of
-memory, and are compared to a plain read of it: how fast a buffer is read depends on where the system put it,
-by half between two buffers of one process.
+After such a read, Python's own code is not in the caches either. The products of one token are therefore also
+measured without it: one row times as many layers, one after another, as fill that buffer. The layers are
+contiguous in memory and are compared with a plain read of the same memory. Read rates differ between buffers
+of one process, depending on their physical pages.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ SHAPES = {
 
 ROWS = (1, 8, 128, 512)
 SCHEME = ActivationScheme("token", dtype="int8")
-"""The scheme of the weights whose kernel rounds activations as well."""
+"""Scheme of the weights whose kernel also rounds activations."""
 
 FORMATS: dict[str, Format] = {
     "fp8 128x128": Fp8(strategy="block", block_structure=(128, 128)),
@@ -81,15 +80,15 @@ FLUSH_NBYTES = 128 << 20
 LINE_NBYTES = 64
 FLUSHED_ROWS = 16
 REFERENCE_ROWS = 16
-"""The reference kernel makes the weight anew for each call, which is not worth waiting for with more rows."""
+"""Most rows for the reference kernel, which dequantizes the weight again in each call."""
 
 SLOW_SECONDS = 0.5
-"""What takes longer is measured in the first three rounds alone."""
+"""Slower methods are measured in the first three rounds only."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to multiply: what it reads of the weight, and the call."""
+    """One way to multiply: the bytes of the weight, and the call."""
 
     name: str
     weights: str
@@ -107,11 +106,11 @@ def bench_kernels(
     """Runs the benchmark.
 
     Args:
-        shapes: Which of `SHAPES`.
-        rows: The numbers of activation rows.
-        rounds: How often everything is measured, interleaved.
-        threads: The numbers of threads to measure with.
-        say: Is told what is going on.
+        shapes: Names of `SHAPES`.
+        rows: Numbers of activation rows.
+        rounds: Number of interleaved rounds.
+        threads: Numbers of threads to measure with.
+        say: Function that receives progress lines.
     """
     before, records = torch.get_num_threads(), []
     try:
@@ -129,7 +128,7 @@ def bench_kernels(
 
 
 def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds: int) -> list[Record]:
-    """Every method on one shape: a record for each method, number of rows and round."""
+    """Measures every method on one shape. Returns a record per method, number of rows, and round."""
     out_features, in_features = shape
     layers = {
         weights: as_in_a_file(random_layer(weight_format, *shape))
@@ -153,9 +152,9 @@ def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds
 
 
 def random_layer(weight_format: Format, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
-    """Random codes and small scales; to quantize a real weight would take longer and multiply no differently.
+    """Returns random codes and small scales, which multiply as fast as a quantized real weight.
 
-    Floats are distributed as a weight's: few of them are subnormal, which some processors are slow at.
+    Floats are distributed like a weight's. Few of them are subnormal, which some processors handle slowly.
     """
     generator = torch.Generator().manual_seed(0)
     tensors = {}
@@ -185,14 +184,16 @@ def random_layer(weight_format: Format, out_features: int, in_features: int) -> 
 
 
 def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
-    """Copies that begin 8 bytes after a line of the cache does."""
+    """Returns copies that start 8 bytes after the start of a cache line."""
     (placed,), _ = in_one_file(tensors, 1)
     return placed
 
 
 def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[LayerTensors], torch.Tensor]:
-    """Copies of a layer, one after another, each tensor 8 bytes after a line; and their memory: uint8, a
-    multiple of 8 bytes."""
+    """Returns contiguous copies of a layer, and their memory.
+
+    Each tensor starts 8 bytes after the start of a cache line. The memory is uint8, a multiple of 8 bytes.
+    """
     spans = [-(-tensor.nbytes // LINE_NBYTES) * LINE_NBYTES for tensor in tensors.values()]
     room = torch.zeros(count * sum(spans) + LINE_NBYTES, dtype=torch.uint8)
     first = start = (8 - room.data_ptr()) % LINE_NBYTES
@@ -290,7 +291,7 @@ def _is_readable(
 def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None) -> list[Record]:
     by_key = {f"{method.weights}: {method.name}": method for method in methods}
     slowest: dict[str, float] = {}
-    for key, method in by_key.items():  # the first call makes what is kept
+    for key, method in by_key.items():  # the first call fills caches
         started = time.perf_counter()
         method.run()
         slowest[key] = time.perf_counter() - started

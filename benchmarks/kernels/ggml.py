@@ -1,5 +1,7 @@
-"""ggml's products on a CPU through its public C API (ggml.h, ggml-backend.h, ggml-cpu.h), from a package that
-holds its libraries."""
+"""ggml's products on a CPU through its public C API (ggml.h, ggml-backend.h, ggml-cpu.h).
+
+The libraries come from an installed Python package.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ import torch
 __all__ = ["PACKAGES", "TYPES", "GgmlLinear", "compiled_for", "find_package"]
 
 PACKAGES = ("libggml", "llama_cpp")
-"""What holds ggml's libraries in a folder lib or lib64, as the distributions libggml-python and
-llama-cpp-python install it."""
+"""Packages with ggml's libraries in a folder lib or lib64.
+
+The distributions libggml-python and llama-cpp-python install them.
+"""
 
 TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12}
 """`enum ggml_type`."""
@@ -80,20 +84,21 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class GgmlLinear:
-    """A weight in one of ggml's types, quantized by ggml, and its products; what ggml holds is freed with the
-    object.
+    """A weight quantized by ggml to one of its types, and its products.
+
+    ggml's memory is freed with the object.
 
     Args:
-        dense: The weight, of a float dtype, [out_features, in_features].
+        dense: The weight, float [out_features, in_features].
         name: One of `TYPES`.
-        repack: Whether ggml rearranges the weight for this processor ("CPU_REPACK"), or keeps it as a file
-            holds it.
+        repack: True to rearrange the weight for this processor ("CPU_REPACK"). False keeps the layout of
+            files.
 
     Raises:
-        RuntimeError: No package holds the library, it has no such arrangement of this weight, or asks for
-            instructions that the processor lacks.
+        RuntimeError: No package contains the library, the library does not support this layout of the weight,
+            or it requires instructions that the processor lacks.
         AttributeError: The library lacks a function.
-        OSError: It cannot be loaded.
+        OSError: The library cannot be loaded.
     """
 
     def __init__(self, dense: torch.Tensor, name: str, repack: bool) -> None:
@@ -125,11 +130,10 @@ class GgmlLinear:
         self._ggml.ggml_backend_tensor_set(self._weight, packed.data_ptr(), 0, packed.nbytes)
 
     def __call__(self, activations: torch.Tensor) -> torch.Tensor:
-        """The product on torch's number of threads: activations [rows, in_features] → [rows, out_features],
-        of their dtype.
+        """Multiplies activations [rows, in_features] → [rows, out_features], in their dtype.
 
-        Both are copied, by way of the float32 that ggml takes (it rounds activations to 8 bits itself) and
-        gives.
+        Uses torch's number of threads. Inputs and outputs are converted from and to ggml's float32. ggml
+        rounds activations to 8 bits itself.
         """
         rows = activations.shape[0]
         self._follow_torch()
@@ -138,13 +142,13 @@ class GgmlLinear:
         graph, inputs, outputs = self._graphs[rows]
         inputs.copy_(activations)
         status = self._ggml.ggml_backend_graph_compute(self._backend, graph)
-        self._ggml.ggml_threadpool_pause(self._pool)  # what waits would spin beside whatever is measured next
+        self._ggml.ggml_threadpool_pause(self._pool)  # waiting threads would spin during the next measurement
         if status:
             raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
         return outputs.to(activations.dtype, copy=True)
 
     def _build(self, rows: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The graph of this many rows, and torch's views of its float32 input and output."""
+        """Returns the graph for this many rows, and torch's views of its float32 input and output."""
         out_features, in_features = self.shape
         context = self._context()
         inputs = self._ggml.ggml_new_tensor_2d(context, _FLOAT32, in_features, rows)
@@ -169,8 +173,10 @@ class GgmlLinear:
             )
 
     def _follow_torch(self) -> None:
-        """A pool of torch's number of threads, kept as llama.cpp keeps one: without, ggml starts threads for
-        every graph."""
+        """Keeps a pool with torch's number of threads, as llama.cpp does.
+
+        Without a pool, ggml starts threads for every graph.
+        """
         count = torch.get_num_threads()
         if count == self._threads:
             return
@@ -184,7 +190,7 @@ class GgmlLinear:
         self._ggml.ggml_backend_cpu_set_n_threads(self._backend, count)
 
     def _context(self) -> int:
-        """Room for the description of a graph of a few tensors, whose data lie elsewhere."""
+        """Returns a context for the description of a graph of a few tensors, without their data."""
         size = 8 * self._ggml.ggml_tensor_overhead() + self._ggml.ggml_graph_overhead()
         return self._hold(self._ggml.ggml_init(_InitParams(size, None, True)), self._ggml.ggml_free)
 
@@ -202,12 +208,12 @@ class GgmlLinear:
 
 
 def find_package() -> str:
-    """The first of `PACKAGES` that is installed, else the first."""
+    """Returns the first installed package of `PACKAGES`, or the first of all."""
     return next((name for name in PACKAGES if importlib.util.find_spec(name) is not None), PACKAGES[0])
 
 
 def compiled_for() -> str:
-    """The widest instructions that the installed library was compiled for, of those that the report names."""
+    """Returns the widest instructions, of those in the report, that the library was compiled for."""
     library = _library()
     return (
         "AVX-512"
@@ -219,7 +225,7 @@ def compiled_for() -> str:
 
 
 def _repack_buffers(ggml: Any) -> int:
-    """The buffer type in which ggml rearranges weights for this processor."""
+    """Returns the buffer type in which ggml rearranges weights for this processor."""
     registry = ggml.ggml_backend_cpu_reg()
     address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
     if address is None:
@@ -235,7 +241,7 @@ def _repack_buffers(ggml: Any) -> int:
 
 @functools.cache
 def _library() -> Any:
-    """libggml-cpu, which brings libggml-base; its functions with their types."""
+    """Returns libggml-cpu with typed functions. It also loads libggml-base."""
     library = ctypes.CDLL(str(_library_path(find_package())))
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)

@@ -1,4 +1,4 @@
-"""Names of methods and of weights in the records and tables of the kernel benchmark."""
+"""Names of methods and weights in the records and tables of the kernel benchmark."""
 
 __all__ = [
     "DENSE",
@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 ROUNDED = "int8 channel, W8A8"
-"""Weights whose kernel rounds activations as well."""
+"""Weights whose kernel also rounds activations."""
 
 READ = "read"
 """A plain read of memory."""
@@ -24,7 +24,7 @@ WIDE = "f32 F.linear"
 HALF = "f16 F.linear"
 
 IN_TURN = "cpp, layer after layer"
-"""One row times layers that are not in the caches, without anything in between."""
+"""One row times layers that are not in the caches, without other work in between."""
 
 READ_IN_TURN = ("fp8 128x128", "gptq4 g128")
 """Weights of those layers."""

@@ -1,5 +1,7 @@
-"""Other tools' products with packed weights on a CPU, each where it is installed, on its own packing of one
-weight."""
+"""Other tools' products with quantized weights on a CPU, for all installed tools.
+
+Each tool uses its own layout of one weight.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ __all__ = ["GGML", "GPTQMODEL", "PEER", "PEERS", "REPACKED", "make_peers", "miss
 
 PEER, GPTQMODEL, GGML = "torch int4pack", "gptqmodel", "ggml"
 REPACKED = "Q4_K repack"
-"""ggml's type of 4.5 bits a weight, rearranged for the processor; its products round activations to 8 bits,
-for groups of 256."""
+"""ggml's type with 4.5 bits per weight, rearranged for the processor.
+
+Its products round activations to 8 bits in groups of 256.
+"""
 
 Call = Callable[[torch.Tensor], object]
 
 
 def make_peers(dense: torch.Tensor) -> dict[tuple[str, str], tuple[int, Call]]:
-    """(tool, what it stores) → (the bytes of its weight, its product with bfloat16 activations), of all that
-    runs here.
+    """Returns (tool, stored type) → (bytes of its weight, its product with bfloat16 activations).
+
+    Only tools that run here are included.
 
     Args:
         dense: The weight, bfloat16 [out_features, in_features].
@@ -44,13 +49,13 @@ def make_peers(dense: torch.Tensor) -> dict[tuple[str, str], tuple[int, Call]]:
             TypeError,
             ValueError,
         ):
-            continue  # another version, or a processor that it does not run on
+            continue  # another version, or an unsupported processor
         found[tool, weights] = nbytes, call
     return found
 
 
 def missing_peers(measured: Mapping[tuple[str, str], object]) -> dict[str, str]:
-    """Tool → "not installed", or "does not run here", for those of which nothing was measured."""
+    """Returns tool → "not installed" or "does not run here", for tools without measurements."""
     tools = {tool: package for (tool, _), (package, _) in PEERS.items()}
     return {
         tool: "does not run here" if _is_installed(package) else "not installed"
@@ -62,12 +67,12 @@ def missing_peers(measured: Mapping[tuple[str, str], object]) -> dict[str, str]:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor what it is part of
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _torch_int4(dense: torch.Tensor) -> tuple[int, Call]:
-    """torch's own 4-bit product, after the conversion that it needs."""
+    """Returns torch's own 4-bit product, with the weight converted for it."""
     out_features, in_features = dense.shape
     codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
@@ -104,7 +109,7 @@ def _bitsandbytes_int8(dense: torch.Tensor) -> tuple[int, Call]:
 
 
 def _gptqmodel(dense: torch.Tensor) -> tuple[int, Call]:
-    """The layer that gptqmodel takes for a symmetric GPTQ checkpoint on this processor."""
+    """Returns the layer that gptqmodel uses for a symmetric GPTQ checkpoint on this processor."""
     from gptqmodel.utils.importer import hf_select_quant_linear_v2
 
     from hfq.formats.gptq import Gptq
@@ -187,4 +192,4 @@ PEERS: dict[tuple[str, str], tuple[str, Callable[[torch.Tensor], tuple[int, Any]
     (GGML, "Q4_0 repack"): (find_package(), _ggml("Q4_0", True)),
     (GGML, "Q8_0"): (find_package(), _ggml("Q8_0", False)),
 }
-"""(tool, what it stores) → (the package, what makes its layer of a weight)."""
+"""(tool, stored type) → (package, function that makes its layer from a weight)."""

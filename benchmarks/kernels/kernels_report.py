@@ -1,4 +1,4 @@
-"""The tables and targets of `python -m benchmarks kernels`."""
+"""Tables and targets of `python -m benchmarks kernels`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _ROUNDED = 1.7
 
 
 def report(records: list[Record], rounds: int) -> Report:
-    """The report of these records, each with its threads, shape, rows, method, weights, round, nbytes and
-    seconds."""
+    """Returns the report of these records.
+
+    Each record has threads, shape, rows, method, weights, round, nbytes, and seconds.
+    """
     weights = [w for w in _in_order(records, "weights") if w not in ("-", "bf16", "f32", "f16")]
     groups, least = (
         [f"M={rows}" for rows in _in_order(records, "rows")],
@@ -79,8 +81,7 @@ _OWN_THREADS = ", whose threads on more than one share processors with torch's t
 
 
 def _over_ggml(records: list[Record]) -> str:
-    """How many times as fast four bits are here as where activations are rounded to 8 bits and the weight is
-    rearranged."""
+    """Returns the speed of 4 bits relative to ggml's rearranged weights with 8-bit activations."""
     theirs, ours, found = (
         {"method": GGML, "weights": REPACKED},
         {"method": "cpp", "weights": "gptq4 g128"},
@@ -206,14 +207,14 @@ def _over_dense(records: list[Record], weights: str, method: str, rows: int, thr
 
 
 def _over_shapes(records: list[Record], other: dict, ours: dict, rows: int) -> float | None:
-    """The geometric mean over shapes of how many times as fast ours is."""
+    """Returns the geometric mean over shapes of our speedup."""
     ratios = [_ratio(records, other, ours, shape, rows) for shape in _in_order(records, "shape")]
     found = [ratio for ratio in ratios if ratio is not None]
     return statistics.geometric_mean(found) if found else None
 
 
 def _ratio(records: list[Record], other: dict, ours: dict, shape: str, rows: int) -> float | None:
-    """The median over rounds of the other's seconds over ours."""
+    """Returns the median over rounds of the other's seconds divided by ours."""
     where = {"shape": shape, "rows": rows}
     theirs = {record["round"]: record["seconds"] for record in select(records, **{**other, **where})}
     ratios = [
@@ -225,8 +226,10 @@ def _ratio(records: list[Record], other: dict, ours: dict, shape: str, rows: int
 
 
 def _share_of_read(records: list[Record], where: dict, of: str = READ) -> float | None:
-    """The median over rounds of the rate at which a weight is read, over that of a read beside it, which is
-    of that weight or none."""
+    """Returns the median over rounds of a weight's read rate, divided by that of a plain read.
+
+    The plain read reads the same weight or another buffer.
+    """
     read = {
         "method": of,
         "rows": 1,
@@ -243,7 +246,7 @@ def _share_of_read(records: list[Record], where: dict, of: str = READ) -> float 
 
 
 def _pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
-    """(weights, method) of all that multiplies, the dense ones first."""
+    """Returns (weights, method) of all products, unquantized ones first."""
     found = dict.fromkeys(
         (record["weights"], record["method"])
         for record in records
@@ -258,6 +261,6 @@ def _level(native: ctypes.CDLL) -> str:
 
 
 def _in_order(records: Iterable[Record], key: str) -> list:
-    """The values of a key, each once; numbers of rows and threads ascending."""
+    """Returns the distinct values of a key. Numbers of rows and threads are ascending."""
     found = list(dict.fromkeys(record[key] for record in records))
     return sorted(found) if key in ("rows", "threads") else found

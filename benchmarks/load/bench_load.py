@@ -1,7 +1,7 @@
-"""`python -m benchmarks load`: the time, memory and reads of loading, for hfq, transformers and safetensors,
-against raw reads.
+"""`python -m benchmarks load`: time, memory, and reads of loading.
 
-Each measurement has a process of its own; the loaders take turns within a round, in another order each round.
+hfq, transformers, and safetensors are compared with raw reads. Each measurement has its own process. The
+loaders take turns within a round, in another order in each round.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ __all__ = ["bench_load", "measure_load", "measure_pair"]
 
 STATES = ("cold", "warm")
 CONSTANT_NBYTES = 64 << 20
-"""What a load may take beside the checkpoint's own bytes, whatever the size: the skeleton, threads, staging.
-"""
+"""Memory that a load may use in addition to the checkpoint's bytes: meta model, threads, and staging."""
 
 _WORKER = "benchmarks.load.load_worker"
 
@@ -36,13 +35,13 @@ def bench_load(folder: Path, nbytes: float, rounds: int, say: Callable[[str], No
     """Runs the benchmark.
 
     Args:
-        folder: Where the checkpoints are made, or found.
-        nbytes: The size of the bfloat16 checkpoint in bytes; the packed ones have the same architecture.
-        rounds: How often everything is measured.
-        say: Is told what is going on.
+        folder: Folder of the checkpoints. Missing ones are created.
+        nbytes: Size of the bfloat16 checkpoint in bytes. Quantized ones have the same architecture.
+        rounds: Number of rounds.
+        say: Function that receives progress lines.
 
     Raises:
-        SetupError: The disk has too little room, or a measuring process died.
+        SetupError: The disk has too little free space, or a measuring process ended early.
     """
     architecture = architecture_of_size(nbytes)
     small = Architecture(128, 1)
@@ -67,13 +66,15 @@ def bench_load(folder: Path, nbytes: float, rounds: int, say: Callable[[str], No
 
 
 def measure_load(path: Path, small: Path, loader: str, state: str) -> Record:
-    """One load in a fresh process, and the raw reads of the same files just before it, from a cache in the
-    same state."""
+    """Measures one load in a new process, and raw reads of the same files just before it.
+
+    Both start with the page cache in the same state.
+    """
     files = checkpoint_files(path)
     nbytes = sum(file.stat().st_size for file in files)
     prepare = drop_cache if state == "cold" else warm_cache
     with Worker(_WORKER, loader=loader, path=str(path), small=str(small)) as worker:
-        worker.ask("memory")  # it is ready
+        worker.ask("memory")  # waits until the worker is ready
         prepare(files)
         direct = read_files(files, direct=True) if state == "cold" else None
         raw = read_files(files, direct=False)
@@ -85,9 +86,7 @@ def measure_load(path: Path, small: Path, loader: str, state: str) -> Record:
 
 
 def measure_pair(path: Path, small: Path, loader: str) -> Record:
-    """What two processes that hold the model at once take together: their proportional set sizes, in
-    bytes.
-    """
+    """Measures the proportional set sizes of two processes that hold the model together, in bytes."""
     files = checkpoint_files(path)
     with ExitStack() as stack:
         workers = [
@@ -105,9 +104,9 @@ def measure_pair(path: Path, small: Path, loader: str) -> Record:
 
 
 def measure_exactness(path: Path, small: Path) -> Record:
-    """Whether hfq holds the bytes of the files, and what it reads when everything stays on disk."""
+    """Checks the bytes that hfq holds, and measures the bytes read when everything stays on disk."""
     with Worker(_WORKER, loader="hfq", path=str(path), small=str(small)) as worker:
-        worker.ask("memory")  # it is ready
+        worker.ask("memory")  # waits until the worker is ready
         drop_cache(checkpoint_files(path))
         lazy = worker.ask("load_on_disk")
         return {"kind": "exactness", **lazy, **worker.ask("load"), **worker.ask("verify")}

@@ -1,6 +1,6 @@
-"""The process that `load` measures in: loads one checkpoint with one loader, and tells what that cost.
+"""Measuring process of `load`: loads one checkpoint with one loader.
 
-Run as `python -m benchmarks.load.load_worker '{"loader": …, "path": …, "small": …}'`; see
+Run it as `python -m benchmarks.load.load_worker '{"loader": …, "path": …, "small": …}'`. See
 `worker_process.serve`.
 """
 
@@ -27,7 +27,7 @@ from hfq.modules.flat_buffer import read_tensor
 __all__ = ["LOADERS", "LoadWorker"]
 
 Loaded = tuple[Any, Iterable[torch.Tensor]]
-"""What keeps the loaded tensors alive, and the tensors."""
+"""An object that keeps the loaded tensors alive, and the tensors."""
 
 
 def _hfq(path: str, device: str = "cpu") -> Loaded:
@@ -63,25 +63,25 @@ LOADERS: dict[str, Callable[..., Loaded]] = {"hfq": _hfq, "transformers": _plain
 
 
 class LoadWorker:
-    """Answers to `load`, `memory`, `verify` and `load_on_disk`.
+    """Answers `load`, `memory`, `verify`, and `load_on_disk`.
 
     Args:
         loader: A name of `LOADERS`.
-        path: The checkpoint that is measured.
-        small: A small checkpoint of the same format. It is loaded first, so that no import is part of a
-            measurement.
+        path: The measured checkpoint.
+        small: A small checkpoint of the same format. It is loaded first, so that measurements include no
+            imports.
     """
 
     def __init__(self, loader: str, path: str, small: str) -> None:
         self._loader, self._path = LOADERS[loader], path
         self._loaded: Loaded | None = None
-        with contextlib.suppress(Exception):  # `load` will meet it, too, and report it
+        with contextlib.suppress(Exception):  # `load` reports the same error
             self._loader(small)
         gc.collect()
         self.commands = {name: getattr(self, name) for name in ("load", "memory", "verify", "load_on_disk")}
 
     def load(self) -> dict:
-        """Loads, and touches every page: seconds, and what memory grew by, in bytes."""
+        """Loads and touches every page. Returns the seconds and the growth of memory in bytes."""
         reset_peak()
         before = memory()
         started = time.perf_counter()
@@ -95,11 +95,11 @@ class LoadWorker:
         return {"load_seconds": loaded - started, "seconds": touched - started, **grown, **peak}
 
     def memory(self) -> dict:
-        """What the process holds now."""
+        """Returns the current memory of the process."""
         return memory()
 
     def verify(self) -> dict:
-        """Compares the sha256 of every tensor of the loaded model with that of its bytes on file."""
+        """Compares the SHA-256 of every loaded tensor with that of its bytes in the file."""
         checkpoint = Checkpoint.open(self._path)
         reader, state = Reader(checkpoint), self._loaded[0].state_dict()  # type: ignore[index]
         equal = [
@@ -110,8 +110,7 @@ class LoadWorker:
         return {"tensors": len(checkpoint.tensors), "equal": len(equal)}
 
     def load_on_disk(self) -> dict:
-        """Loads with every weight on disk (hfq alone): the bytes that were read, and those that had to be at
-        most."""
+        """Loads with every weight on disk (hfq only). Returns the bytes read, and their upper bound."""
         before = memory()
         self._loaded = _hfq(self._path, "disk")
         after = memory()

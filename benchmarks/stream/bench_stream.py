@@ -1,9 +1,8 @@
-"""`python -m benchmarks stream`: forwards with all layers on a cold disk, for hfq and accelerate's offload,
-against direct raw reads.
+"""`python -m benchmarks stream`: forward passes with all layers on a cold disk.
 
-Each mover has a fresh process in each round, and they take turns. What computes is stood in for by sleeping,
-as a processor does while an accelerator computes (see `movers`), but for greedy decoding, which computes on
-the CPU.
+hfq and accelerate's offload are compared with direct raw reads. Each contender has a new process in each
+round, and they take turns. Sleeping stands in for computing, because a processor is idle while an accelerator
+computes (see `contenders`). Only greedy decoding computes on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ REPEATS = 2
 TOKENS = 3
 
 Step = tuple[str, str, Callable[[], list[Record]]]
-"""(what is measured, the mover, what measures it)"""
+"""(measured quantity, contender, function that measures it)."""
 
 _WORKER = "benchmarks.stream.stream_worker"
 
@@ -38,13 +37,13 @@ def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], 
     """Runs the benchmark.
 
     Args:
-        folder: Where the checkpoints are made, or found.
-        nbytes: The size of the bfloat16 checkpoint in bytes; the packed ones have the same architecture.
-        rounds: How often everything is measured.
-        say: Is told what is going on.
+        folder: Folder of the checkpoints. Missing ones are created.
+        nbytes: Size of the bfloat16 checkpoint in bytes. Quantized ones have the same architecture.
+        rounds: Number of rounds.
+        say: Function that receives progress lines.
 
     Raises:
-        SetupError: The disk has too little room, or a measuring process died.
+        SetupError: The disk has too little free space, or a measuring process ended early.
     """
     architecture = architecture_of_size(nbytes)
     paths = {}
@@ -57,7 +56,7 @@ def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], 
             for what, mover, measure in _steps(path, number, measure_limit(path)):
                 label = {"weights": weights, "mover": mover, "what": what}
                 if any("error" in record and label.items() <= record.items() for record in records):
-                    continue  # it was refused in an earlier round
+                    continue  # it failed in an earlier round
                 say(f"{weights}: round {number + 1} of {rounds}, {what}, {mover}")
                 records += [label | {"round": number} | record for record in measure()]
     facts = {
@@ -69,10 +68,10 @@ def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], 
 
 
 def measure_limit(path: Path) -> float:
-    """What the disk gives for a checkpoint's files, in bytes per second: direct reads of 16 MiB by 4 or 8
-    threads, the faster.
+    """Returns the disk's rate for a checkpoint's files, in bytes per second.
 
-    Where the file system takes no direct reads: buffered ones, from a cold page cache.
+    Reads are direct, of 16 MiB, by 4 or 8 threads, whichever is faster. Without direct reads, they are
+    buffered, from a cold page cache.
     """
     files = checkpoint_files(path)
     drop_cache(files)
@@ -85,12 +84,14 @@ def measure_limit(path: Path) -> float:
 
 
 def measure_movement(path: Path, mover: str, compute: float) -> list[Record]:
-    """Forwards without compute, with a stand-in for compute, and of micro-batches, in one fresh process.
+    """Measures forward passes without compute, with simulated compute, and of micro-batches.
+
+    All run in one new process.
 
     Args:
         path: The checkpoint.
-        mover: A name of `movers.MOVERS`.
-        compute: Seconds that a layer computes; of a micro-batch, an eighth of it.
+        mover: A name of `contenders.MOVERS`.
+        compute: Seconds that a layer computes. A micro-batch computes for an eighth of that.
     """
     layers, nbytes = layer_nbytes(path)
     label = {"limit": measure_limit(path), "layers": layers, "nbytes": nbytes}
@@ -110,8 +111,10 @@ def measure_movement(path: Path, mover: str, compute: float) -> list[Record]:
 
 
 def measure_compute(path: Path, compute: float) -> float:
-    """Seconds of a forward with the stand-in for compute that reads nothing: by hfq, with all in memory, in a
-    fresh process."""
+    """Returns the seconds of a forward pass with simulated compute, all weights in memory.
+
+    hfq runs it in a new process.
+    """
     with Worker(_WORKER, mover="hfq", path=str(path), on_disk=False) as worker:
         worker.ask("load")
         answer = worker.ask("passes", count=PASSES, compute=compute)
@@ -119,8 +122,9 @@ def measure_compute(path: Path, compute: float) -> float:
 
 
 def measure_decoding(path: Path, mover: str, on_disk: bool, tokens: int = TOKENS) -> list[Record]:
-    """Greedy decoding with real compute on the CPU, every forward from a cold page cache, in a fresh
-    process.
+    """Measures greedy decoding on the CPU, with a cold page cache before every forward pass.
+
+    It runs in a new process.
     """
     with Worker(_WORKER, mover=mover, path=str(path), stand_in=False, on_disk=on_disk) as worker:
         loaded = worker.ask("load")
@@ -129,8 +133,10 @@ def measure_decoding(path: Path, mover: str, on_disk: bool, tokens: int = TOKENS
 
 
 def _steps(path: Path, number: int, limit: float) -> list[Step]:
-    """What a round measures of one checkpoint, given the disk's limit in bytes per second; results in memory
-    are needed once."""
+    """Returns one round's steps for one checkpoint, given the disk's rate in bytes per second.
+
+    Results in memory are needed only once.
+    """
     layers, nbytes = layer_nbytes(path)
     compute = nbytes / layers / limit
     decoders = ["hfq", "accelerate"]

@@ -1,9 +1,8 @@
-"""What brings a model's layers from disk for each forward: hfq, accelerate's offload, accelerate's hooks on
-packed bytes.
+"""Contenders that read a model's layers from disk for each forward pass.
 
-`standing_in` replaces the arithmetic of a decoder layer, for all of them alike, by what a forward does at
-least: every weight is read (one byte of each page), and the processor then sleeps as it would while an
-accelerator computes.
+They are hfq, accelerate's offload, and accelerate's hooks on quantized bytes. `standing_in` replaces the
+arithmetic of a decoder layer for all of them. It does the least that a forward pass does: it reads one byte
+of each page of every weight. Then it sleeps, because a processor is idle while an accelerator computes.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ IN_MEMORY = {"": "cpu"}
 
 
 class Compute:
-    """How long each layer's stand-in sleeps, in s, set between forwards."""
+    """Seconds that each layer's simulated compute sleeps, set between forward passes."""
 
     seconds = 0.0
 
 
 class Mover:
-    """A model whose layers are brought from disk.
+    """A model whose layers are read from disk.
 
     Args:
-        model: Takes `input_ids` as transformers' models do.
-        bytes_read: Counts what has been read for it so far; None where nobody counts.
-        waited: For how many seconds its forwards have waited for their layers so far; None where nobody
-            counts.
-        scratch: A folder of files that were written to offload the model; removed with it.
+        model: Model that accepts `input_ids`, like transformers' models.
+        bytes_read: Returns the bytes read so far. None if they are not counted.
+        waited: Returns the seconds that forward passes waited for their layers so far. None if they are not
+            counted.
+        scratch: Folder of files that were written to offload the model. It is removed with the object.
 
     Attributes:
-        shares_reads: Whether `forward_all` reads each layer once for all micro-batches.
+        shares_reads: True if `forward_all` reads each layer once for all micro-batches.
     """
 
     shares_reads = False
@@ -69,16 +68,16 @@ class Mover:
         self.bytes_read, self.waited, self._scratch = bytes_read, waited, scratch
 
     def files(self) -> list[Path]:
-        """What has to leave the page cache beside the checkpoint's own files."""
+        """Returns files to drop from the page cache, in addition to the checkpoint's own."""
         return list(Path(self._scratch.name).iterdir()) if self._scratch else []
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor) -> None:
-        """One pass over all layers."""
+        """Runs one pass over all layers."""
         self.model(input_ids=tokens, use_cache=False)
 
     def forward_all(self, batches: list[torch.Tensor]) -> None:
-        """One pass for all micro-batches, for a mover that `shares_reads`."""
+        """Runs one pass for all micro-batches, if `shares_reads`."""
         for tokens in batches:
             self.forward(tokens)
 
@@ -117,8 +116,10 @@ def _accelerate(path: Path, device_map: dict[str, str]) -> Mover:
 
 
 def _hooks(path: Path, device_map: dict[str, str]) -> Mover:
-    """accelerate's hooks over modules that hold a checkpoint's stored tensors and compute nothing: movement
-    of the same bytes."""
+    """Returns accelerate's hooks over modules that hold the stored tensors and compute nothing.
+
+    They onload the same bytes.
+    """
     from accelerate import dispatch_model
 
     model, index = _TemporaryForward(), {}
@@ -149,14 +150,14 @@ MOVERS: dict[str, Callable[[Path, dict[str, str]], Mover]] = {
 
 
 def layer_nbytes(path: Path) -> tuple[int, int]:
-    """The number of decoder layers of a checkpoint, and the bytes of all of them."""
+    """Returns the number of decoder layers of a checkpoint, and the bytes of all of them."""
     infos = [info for name, info in Checkpoint.open(path).tensors.items() if name.startswith(f"{LAYERS}.")]
     return len({info.name.split(".")[2] for info in infos}), sum(info.nbytes for info in infos)
 
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """During this, a Llama that is loaded or run reads its weights and sleeps in place of computing."""
+    """Makes Llama models read their weights and sleep instead of computing, within the context."""
     classes = (LlamaDecoderLayer, LlamaRMSNorm, nn.Linear, QuantizedLinear)
     own = {cls: cls.__dict__["forward"] for cls in classes}
     try:
@@ -171,7 +172,7 @@ def standing_in() -> Iterator[None]:
 def _layer(self: nn.Module, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     for part in self.modules():
         if part._parameters:
-            part(hidden_states)  # through the part's own hooks, which is where accelerate reads
+            part(hidden_states)  # accelerate reads in the hooks of this module
     time.sleep(Compute.seconds)
     return hidden_states
 

@@ -1,4 +1,4 @@
-"""What `stream` found, in tables and against its targets."""
+"""Tables and targets of `python -m benchmarks stream`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Rates are of the checkpoint's bytes."""
 
 
 def stream_report(folder: Path, facts: Mapping[str, str], records: list[Record]) -> Report:
-    """The report of all records.
+    """Returns the report of all records.
 
     Args:
-        folder: Where the checkpoints rest.
-        facts: What else is known of the run.
-        records: See `stream.measure_movement` and `measure_decoding`.
+        folder: Folder of the checkpoints.
+        facts: Further facts about the run.
+        records: See `bench_stream.measure_movement` and `measure_decoding`.
     """
     limit = median(records, lambda r: r["limit"], kind="idle")
     found = {"raw direct read, cold": f"{as_rate(limit)} (4 or 8 threads x 16 MiB into 2 MiB pages)"}
@@ -50,17 +50,17 @@ def stream_report(folder: Path, facts: Mapping[str, str], records: list[Record])
 
 
 def _step_seconds(record: Record) -> float:
-    """The seconds of one step, had nothing been read ahead before the clock started."""
+    """Returns the seconds of one step, corrected for layers prefetched before the clock started."""
     return record["seconds"] * record["expected"] / record["moved"] / record["steps"]
 
 
 def _efficiency(record: Record) -> float:
-    """The longer of reading at the disk's limit and computing, over the time it took."""
+    """Returns the longer of reading at the disk's rate and computing, divided by the time taken."""
     return max(record["moved"] / record["limit"], record["alone"] * record["steps"]) / record["seconds"]
 
 
 def _waits(records: list[Record], **where) -> float | None:
-    """The share of the time in which a forward waited for its layers."""
+    """Returns the fraction of time in which forward passes waited for their layers."""
     counted = [record for record in select(records, **where) if "waited" in record]
     return statistics.median(record["waited"] / record["seconds"] for record in counted) if counted else None
 
@@ -68,7 +68,7 @@ def _waits(records: list[Record], **where) -> float | None:
 def _times_as_fast(
     records: list[Record], weights: str, other: str, other_weights: str | None = None, **where
 ) -> float | None:
-    """The median over the rounds of another mover's time over hfq's."""
+    """Returns the median over rounds of another contender's time divided by hfq's."""
     own = _by_round(records, weights, OWN, **where)
     others = _by_round(records, other_weights or weights, other, **where)
     ratios = [others[number] / own[number] for number in own.keys() & others.keys()]
@@ -81,7 +81,7 @@ def _by_round(records: list[Record], weights: str, mover: str, **where) -> dict[
     )
     measured = [
         r for r in select(records, weights=weights, mover=mover, **where) if r.get("moved", 1)
-    ]  # a ring may hold all
+    ]  # the offload buffer may hold all layers
     return {record["round"]: value(record) for record in measured}
 
 
@@ -255,14 +255,14 @@ def _targets(records: list[Record]) -> list[Target]:
 
 
 def _measured(records: list[Record], weights: str) -> set[str]:
-    """The movers that took a checkpoint."""
+    """Returns the contenders that support a checkpoint."""
     return {
         record["mover"] for record in select(records, weights=weights, kind="idle") if "error" not in record
     }
 
 
 def _equal_tokens(records: list[Record], weights: str, mover: str) -> float | None:
-    """The share of runs with layers on disk that gave the tokens of the run in memory."""
+    """Returns the fraction of runs with layers on disk that generate the tokens of the run in memory."""
     where = {"kind": "decode", "weights": weights, "mover": mover}
     in_memory = [record["tokens"] for record in select(records, on_disk=False, **where)]
     runs = select(records, on_disk=True, **where)

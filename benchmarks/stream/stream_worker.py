@@ -1,8 +1,7 @@
-"""The process that `stream` measures in: one model whose layers rest on disk, forwards over them from a cold
-page cache.
+"""Measuring process of `stream`: forward passes of one model with layers on a cold disk.
 
-Run as `python -m benchmarks.stream.stream_worker '{"mover": …, "path": …, "stand_in": …, "on_disk": …}'`; see
-`worker_process.serve`.
+Run it as `python -m benchmarks.stream.stream_worker '{"mover": …, "path": …, "stand_in": …, "on_disk": …}'`.
+See `worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _PROMPT = torch.arange(3, 11).unsqueeze(0)
 
 
 class StreamWorker:
-    """Answers to `passes`, `micro_batches` and `decode`.
+    """Answers `passes`, `micro_batches`, and `decode`.
 
     Args:
         mover: A name of `MOVERS`.
         path: The checkpoint.
-        stand_in: Whether layers read their weights and sleep in place of computing.
-        on_disk: Whether the layers rest on disk; else all rests in memory.
+        stand_in: True if layers read their weights and sleep instead of computing.
+        on_disk: True if the layers are on disk. Otherwise, everything is in memory.
     """
 
     def __init__(self, mover: str, path: str, stand_in: bool = True, on_disk: bool = True) -> None:
@@ -48,28 +47,27 @@ class StreamWorker:
         self.commands = {name: getattr(self, name) for name in ("load", "passes", "micro_batches", "decode")}
 
     def close(self) -> None:
-        """Gives transformers' classes their own forwards back."""
+        """Restores the forwards of transformers' classes."""
         self._stack.close()
 
     def load(self) -> dict:
-        """Loads the model; with a stand-in, runs one forward, from which a mover may learn the order of
-        layers."""
-        logging.disable_progress_bar()  # in this process alone
+        """Loads the model. With simulated compute, also runs one pass, which may show the layer order."""
+        logging.disable_progress_bar()  # only in this process
         self._mover: Mover = self._load()
         if self._is_stand_in:
             self._mover.forward(_BATCH)
         return {}
 
     def passes(self, count: int, compute: float) -> dict:
-        """Runs `count` forwards, each from a cold page cache; each layer computes for so many seconds. See
-        `_measured`."""
+        """Runs `count` passes with a cold page cache, in which each layer computes for `compute` s.
+
+        See `_measured` for the result.
+        """
         Compute.seconds = compute
         return self._measured([lambda: self._mover.forward(_BATCH)] * count)
 
     def micro_batches(self, count: int, compute: float, repeats: int) -> dict:
-        """As `passes`, of `count` micro-batches, several times over: together, or each in a pass of its
-        own.
-        """
+        """Runs `count` micro-batches several times, together or each in its own pass."""
         Compute.seconds = compute
         if self._mover.shares_reads:
             return self._measured([lambda: self._mover.forward_all([_BATCH] * count)] * repeats)
@@ -77,7 +75,7 @@ class StreamWorker:
         return answer | {"steps": repeats}
 
     def decode(self, tokens: int) -> dict:
-        """Generates greedily, every forward from a cold page cache: the tokens, and the seconds for each."""
+        """Decodes greedily with a cold page cache. Returns the tokens and the seconds of each."""
         dropped = 0.0
 
         def drop(*_: object) -> None:
@@ -102,18 +100,19 @@ class StreamWorker:
         return {"tokens": generated[0, _PROMPT.shape[1] :].tolist(), "seconds": seconds / tokens}
 
     def _measured(self, steps: list[Callable[[], None]]) -> dict:
-        """Runs steps that need all layers once, each from a cold page cache; what is read between two is
-        neither timed nor counted.
+        """Runs steps that need all layers once, each from a cold page cache.
+
+        Reads between two steps are neither timed nor counted.
 
         Args:
-            steps: What is run.
+            steps: The steps.
 
         Returns:
-            steps: How many they are.
-            seconds: All steps together, without what dropping the page cache took.
-            expected: The bytes of the layers that the steps need.
-            moved: Those of them that were read while the clock ran; the others had been read ahead.
-            waited: The seconds of them in which a forward waited for its layers, where the mover counts them.
+            steps: Number of steps.
+            seconds: Seconds of all steps, without dropping the page cache.
+            expected: Bytes of the layers that the steps need.
+            moved: Bytes of them that were read while the clock ran. The others had been prefetched.
+            waited: Seconds in which a forward pass waited for its layers, if counted.
         """
         mover, seconds, read = self._mover, 0.0, 0
         waited = mover.waited() if mover.waited else 0.0
