@@ -1,4 +1,4 @@
-"""Data-parallel generation: every process has the whole model and a share of the prompts; on a CPU all of
+"""Data-parallel generation: every process has the whole model and a share of the prompts. On a CPU, all of
 them map one copy.
 
 accelerate launch --multi_gpu --num_processes 2 examples/05_data_parallel.py tests/data/tiny-llama-gptq "def
@@ -19,8 +19,9 @@ from hfq import HfqConfig
 
 
 def mapped_bytes(folder: Path) -> tuple[int, int]:
-    """(bytes of the checkpoint in this process's memory, its share of them: Linux divides a page by all who
-    map it).
+    """Returns (bytes of the checkpoint in this process's memory, its proportional share of them).
+
+    Linux divides a page by the number of processes that map it.
     """
     rss = pss = 0
     for area in re.split(
@@ -58,7 +59,7 @@ def main() -> None:
                     "text": tokenizer.decode(generated[0]),
                 }
             )
-    accelerator.wait_for_everyone()  # until then all of them hold their map
+    accelerator.wait_for_everyone()  # keeps every process's mapping alive until here
     memory = mapped_bytes(arguments.model) if device_map is None else None
     found = gather_object([{"answers": answers, "memory": memory}])
     if accelerator.is_main_process:

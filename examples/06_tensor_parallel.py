@@ -1,4 +1,4 @@
-"""Generate with a packed model that several processes share: each reads and holds its slice of every layer.
+"""Generate with a quantized model split over processes. Each reads and holds its slice of every layer.
 
     torchrun --nproc_per_node 2 examples/06_tensor_parallel.py FOLDER_OR_MODEL [--prompt TEXT] [--tokens 20]
 
@@ -33,7 +33,7 @@ def main() -> None:
     packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     held = sum(tensor.nbytes for module in packed for tensor in module.stored_tensors().values())
     stored = sum(info.nbytes for module in packed for info in module.infos.values())
-    print(f"rank {rank} of {world}: {held:,} of {stored:,} packed bytes", flush=True)
+    print(f"rank {rank} of {world}: {held:,} of {stored:,} quantized bytes", flush=True)
 
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
     tokens = model.generate(

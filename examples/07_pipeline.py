@@ -19,7 +19,7 @@ from hfq import HfqConfig
 
 
 class Stage(torch.nn.Module):
-    """Some of the layers: takes tokens or hidden states, gives hidden states or logits."""
+    """Some of the layers. Maps tokens or hidden states to hidden states or logits."""
 
     def __init__(self, path: str, rank: int, world: int) -> None:
         super().__init__()

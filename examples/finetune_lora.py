@@ -44,16 +44,16 @@ class Arguments:
     task: str = field(default="causal", metadata={"choices": ["causal", "classification"]})
     data: str = field(
         default=str(DATA / "tiny-llama" / "held_out.txt"),
-        metadata={"help": "text; or label, tab, text a line"},
+        metadata={"help": "text file, or lines of label, tab, and text"},
     )
     rank: int = field(default=8, metadata={"help": "the rank of the adapters"})
     device: str | None = field(
-        default=None, metadata={"help": "where the packed weights rest: cpu, disk, cuda:0; without ZeRO"}
+        default=None, metadata={"help": "device of the quantized weights without ZeRO: cpu, disk, or cuda:0"}
     )
 
 
 def read(arguments: Arguments, tokenizer) -> tuple[list[dict], list[str]]:
-    """(the samples, the labels of a classifier)."""
+    """Returns (samples, labels of a classifier)."""
     text = Path(arguments.data).read_text(encoding="utf-8")
     if arguments.task == "causal":
         tokens = torch.tensor(tokenizer(text)["input_ids"])
@@ -79,7 +79,7 @@ def load(arguments: Arguments, labels: list[str]):
 
 
 def main() -> None:
-    # TrainingArguments come first: while they live, from_pretrained knows whether it loads into ZeRO-3
+    # TrainingArguments must exist first: they tell from_pretrained whether to load into ZeRO-3
     arguments, training = HfArgumentParser((Arguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -120,7 +120,7 @@ def main() -> None:
     is_asked = training.do_train or training.do_eval or training.do_predict
     if training.do_train or not is_asked:
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        trainer.save_model()  # the adapters alone
+        trainer.save_model()  # only the adapters
     if training.do_eval or not is_asked:
         trainer.log_metrics("eval", trainer.evaluate())
     if training.do_predict:

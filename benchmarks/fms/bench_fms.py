@@ -1,5 +1,7 @@
-"""`python -m benchmarks fms`: what IBM's Foundation Model Stack loads by itself and with hfq, how exactly,
-how fast and in how much memory."""
+"""`python -m benchmarks fms`: IBM's Foundation Model Stack (FMS) by itself and with hfq.
+
+Measures which models load, their accuracy, time, and memory.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from hfq.tables import Report, Table, Target
 __all__ = ["bench_fms"]
 
 TOLERANCE = 5e-6
-"""Relative L2 error in float32, of FMS's orders of operations against transformers'."""
+"""Largest relative L2 error in float32, caused by FMS's other order of operations."""
 
 _REFERENCE = "transformers with hfq"
 _DOORS = ("hfq.fms.load", "FMS with hfq.fms.register")
 _WORLD = 2
 _SHARED = {f"{door}, {_WORLD} ranks": door for door in _DOORS}
-"""The doors under tensor parallelism, by what the table calls them."""
+"""Tensor-parallel entry points, by their names in the table."""
 _WORKER = "benchmarks.fms.fms_worker"
 
 
@@ -40,14 +42,14 @@ def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], Non
     """Runs the benchmark.
 
     Args:
-        folder: Where the large checkpoints are made, or found.
-        nbytes: The size of the bfloat16 checkpoint in bytes; the packed ones have the same architecture.
-        rounds: How often loads are measured.
-        say: Is told what is going on.
+        folder: Folder of the large checkpoints. Missing ones are created.
+        nbytes: Size of the bfloat16 checkpoint in bytes. Quantized ones have the same architecture.
+        rounds: Number of rounds for loads.
+        say: Function that receives progress lines.
 
     Raises:
-        SetupError: FMS is absent or of an untested version, the disk has too little room, or a measuring
-            process died.
+        SetupError: FMS is missing or has an untested version, the disk has too little free space, or a
+            measuring process ended early.
     """
     version = check_installed()
     architecture, records = architecture_of_size(nbytes), list[Record]()
@@ -84,8 +86,10 @@ def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], Non
 
 
 def measure_parity(folder: Path, say: Callable[[str], None]) -> list[Record]:
-    """What each loader makes of each of the small models, and both doors on two ranks: the relative error of
-    logits, or the error."""
+    """Measures the relative error of the logits of each small model, or the error message.
+
+    Each loader runs, and both entry points also run on two ranks.
+    """
     cases = [*PARITY, ("llama", "dense", 2)]
     paths = {case: write_fms_model(folder / "-".join(map(str, case)), *case) for case in cases}
     records: list[Record] = []
@@ -115,9 +119,7 @@ def measure_parity(folder: Path, say: Callable[[str], None]) -> list[Record]:
 
 
 def _compared(answers: list[dict], expected: torch.Tensor) -> Record:
-    """The largest relative error of the logits that one process, or each of several, has; or the first
-    error.
-    """
+    """Returns the largest relative error of the logits over processes, or the first error message."""
     failed = next((answer for answer in answers if "error" in answer), None)
     if failed is not None:
         return failed
@@ -126,10 +128,10 @@ def _compared(answers: list[dict], expected: torch.Tensor) -> Record:
 
 
 def measure_load(path: Path, small: Path, loader: str) -> Record:
-    """One load in a fresh process, from a warm page cache."""
+    """Measures one load in a new process, from a warm page cache."""
     files = checkpoint_files(path)
     with Worker(_WORKER, loader=loader, small=str(small)) as worker:
-        worker.ask("memory")  # it is ready
+        worker.ask("memory")  # waits until the worker is ready
         warm_cache(files)
         answer = worker.ask("load", path=str(path))
     return {"kind": "load", "loader": loader, "nbytes": sum(file.stat().st_size for file in files), **answer}
@@ -195,7 +197,7 @@ def _targets(records: list[Record]) -> list[Target]:
 
 
 def _parity_target(records: list[Record], loader: str) -> Target:
-    """How many models have transformers' logits; those that did not load count as those that have others."""
+    """Returns how many models have transformers' logits. Models that did not load count as wrong."""
     errors = [r["relative_error"] for r in select(records, kind="parity", loader=loader)]
     asked = sum(r["kind"] == "parity" and r["loader"] == loader for r in records)
     worst = f"; the largest error is {max(errors):.1e}" if errors else ""

@@ -1,4 +1,4 @@
-"""Small Llamas, Granites and Mistrals with random weights, packed in the dialects that FMS's users have."""
+"""Small random Llamas, Granites, and Mistrals in the formats that FMS users have."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ PARITY = [
     for format in FORMATS
     for kv in ((8, 2) if format.startswith("gptq") else (2,))
 ]
-"""The combinations whose logits must be those of transformers: GPTQ with 8 and 2 key heads, FP8 with 2."""
+"""Combinations whose logits must match transformers: GPTQ with 8 and 2 key heads, FP8 with 2."""
 
 
 def write_fms_model(
@@ -96,12 +96,12 @@ def write_fms_model(
     """Writes a random model into a folder.
 
     Args:
-        folder: The folder; made where it is missing.
+        folder: The folder. It is created if missing.
         architecture: One of `ARCHITECTURES`.
-        format: One of `FORMATS`; with any other name nothing is packed.
-        kv_heads: How many of the 8 heads have keys and values of their own.
-        has_bias: Whether the attention's layers have biases.
-        options: What config.json says otherwise.
+        format: One of `FORMATS`. Any other name leaves everything unquantized.
+        kv_heads: Number of key-value heads, out of 8 heads.
+        has_bias: True if the attention layers have biases.
+        options: Overrides of config.json.
     """
     weight_format, quantization = FORMATS.get(format, (None, None))
     tensors = _tensors(weight_format, kv_heads, has_bias)
@@ -110,7 +110,7 @@ def write_fms_model(
     folder.mkdir(parents=True, exist_ok=True)
     widest_first = sorted(
         tensors.items(), key=lambda item: -item[1].dtype.itemsize
-    )  # as safetensors' own writer: all aligned
+    )  # aligned, like the safetensors writer does it
     stored = {
         name: (safetensors_dtype(tensor.dtype), tuple(tensor.shape), memoryview(_bytes(tensor).numpy()))  # type: ignore[arg-type]
         for name, tensor in widest_first

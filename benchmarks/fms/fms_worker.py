@@ -1,7 +1,6 @@
-"""The process that `fms` measures in: loads checkpoints with FMS alone or with hfq, and tells logits, time
-and memory.
+"""Measuring process of `fms`: loads checkpoints with FMS alone or with hfq.
 
-Run as `python -m benchmarks.fms.fms_worker '{"loader": …}'`; see `worker_process.serve`.
+Run it as `python -m benchmarks.fms.fms_worker '{"loader": …}'`. See `worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from hfq.machine_profile.worker_process import memory, reset_peak, serve
 __all__ = ["LOADERS", "TOKENS", "FmsWorker"]
 
 TOKENS = [[3, 5, 7, 11, 13, 2], [4, 9, 30, 31, 8, 6]]
-"""6 tokens: FMS takes heads for tokens where there are as many of both."""
+"""6 tokens, because FMS confuses heads and tokens if their numbers are equal."""
 
 
 def _plain(path: Path, dtype: torch.dtype | None) -> Any:
-    """FMS at its best: a config.json without the quantization, and FMS's own GPTQ layers for a CPU."""
+    """Loads with FMS alone: a config.json without quantization, and FMS's own CPU layers for GPTQ."""
     from fms.models import get_model
 
     with _plain(path) as (folder, quantization):
@@ -81,21 +80,21 @@ LOADERS: dict[str, Callable[[Path, torch.dtype | None], Any]] = {
 
 
 class FmsWorker:
-    """Answers to `logits` and `load`.
+    """Answers `logits` and `load`.
 
     Args:
         loader: A name of `LOADERS`.
-        small: A small checkpoint that is loaded first, if any, so that no import is part of a measurement.
-        rank: This process's, where several share each model.
-        world: How many share each model: every one is asked the same.
-        port: Where they meet, on this machine.
+        small: A small checkpoint that is loaded first, so that measurements include no imports. May be None.
+        rank: Rank of this process.
+        world: Number of processes that share each model. All receive the same questions.
+        port: Port for their rendezvous on this machine.
     """
 
     def __init__(self, loader: str, small: str = "", rank: int = 0, world: int = 1, port: int = 0) -> None:
         self._rank, self._world, self._port = rank, world, port
         self._loader, self._loaded = LOADERS[loader], None
         if small:
-            with contextlib.suppress(Exception):  # what fails is asked again, and reported
+            with contextlib.suppress(Exception):  # a later question reports the error
                 self._loader(Path(small), None)
         gc.collect()
         self.commands: dict[str, Callable[..., dict]] = {
@@ -105,7 +104,7 @@ class FmsWorker:
         }
 
     def logits(self, path: str, loader: str | None = None) -> dict:
-        """The logits of a checkpoint's model in float32, flat; of this process's loader, or of another."""
+        """Returns a checkpoint's logits, flat float32, from this process's loader or another."""
         self._join()
         load = LOADERS[loader] if loader else self._loader
         model = load(Path(path), torch.float32).eval()
@@ -114,15 +113,17 @@ class FmsWorker:
         return {"logits": getattr(found, "logits", found).float().flatten().tolist()}
 
     def _join(self) -> None:
-        """Meets the other ranks, if any: within a question, since gloo prints to standard output."""
+        """Joins the other ranks, if any. Runs within a question, because gloo prints to stdout."""
         if self._world > 1 and not dist.is_initialized():
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             place = f"tcp://127.0.0.1:{self._port}"
             dist.init_process_group("gloo", init_method=place, rank=self._rank, world_size=self._world)
 
     def load(self, path: str) -> dict:
-        """Loads with the dtypes of the file, and touches every page: seconds, and what memory grew by, in
-        bytes."""
+        """Loads with the file's dtypes and touches every page.
+
+        Returns the seconds and the growth of memory in bytes.
+        """
         self._loaded = None
         gc.collect()
         reset_peak()
@@ -135,14 +136,13 @@ class FmsWorker:
 
 
 def _strategy() -> str | None:
-    """How FMS shares a model: by tensor parallelism, where this process is one of several."""
+    """Returns FMS's strategy: tensor parallelism if several processes share the model."""
     return "tp" if dist.is_initialized() else None
 
 
 @contextlib.contextmanager
 def _plain(path: Path) -> Iterator[tuple[Path, dict]]:
-    """A folder of links to a checkpoint's files, whose config.json names no quantization; and the
-    quantization."""
+    """Yields a folder of links to a checkpoint with an unquantized config.json, and the quantization."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     quantization = config.pop("quantization_config", {})
     with tempfile.TemporaryDirectory() as folder:

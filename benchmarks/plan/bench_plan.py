@@ -1,10 +1,9 @@
-"""`python -m benchmarks plan`: bytes in each home as planned and as measured, and steps as predicted and as
-they were, in four placements.
+"""`python -m benchmarks plan`: planned and measured bytes, and predicted and measured steps.
 
-Rates change with what else a machine does, so that every round measures the rates that its steps are
-predicted with; what is told are medians over the rounds. Bytes are planned from headers. Steps are predicted
-from rates: of products with layers of the sizes that the model has, but of random weights and by themselves,
-and of tiny models (`product_probes`, `model_probes`, `zero3_ranks`).
+Rates depend on the machine's other work, so every round measures the rates for its own predictions. Reports
+contain medians over the rounds. Bytes are planned from headers. Steps are predicted from rates of products
+with layers of the model's sizes, and from tiny models (`product_probes`, `model_probes`, `zero3_ranks`). The
+products use random weights and run in isolation.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from hfq.tables import Report
 __all__ = ["GENERATED", "bench_plan", "generated"]
 
 GENERATED = ("fp8", "gptq4")
-"""The formats of the generated models."""
+"""Formats of the generated models."""
 
 _PROBED_NBYTES = 512 << 20
 _MANY_STEPS_NBYTES = 64 << 20
@@ -48,7 +47,7 @@ _EVERYTHING = 1 << 50
 
 @dataclasses.dataclass
 class _Probes:
-    """What all checkpoints share."""
+    """Probes for all checkpoints."""
 
     machine: MachineProbe
     ranks: Ranks | None
@@ -69,16 +68,16 @@ def bench_plan(
     """Runs the benchmark.
 
     Args:
-        folder: Where checkpoints are made, or found.
-        checkpoints: Further ones.
-        nbytes: The size of each generated checkpoint, in bytes.
-        rounds: How often everything is measured, in turns.
-        say: Is told what is going on.
-        ranks: Local ranks under ZeRO-3; 0 leaves ZeRO-3 out.
-        quick: Small probes: checks that it works, predicts nothing.
+        folder: Folder of the checkpoints. Missing ones are created.
+        checkpoints: Further checkpoints.
+        nbytes: Size of each generated checkpoint in bytes.
+        rounds: Number of interleaved rounds.
+        say: Function that receives progress lines.
+        ranks: Local ranks under ZeRO-3. 0 omits ZeRO-3.
+        quick: True to use small probes, which test the benchmark without useful predictions.
 
     Raises:
-        SetupError: The disk has too little room, or DeepSpeed is missing or fails.
+        SetupError: The disk has too little free space, or DeepSpeed is missing or fails.
     """
     say("making checkpoints")
     paths = [*checkpoints, *(generated(folder, weights, nbytes) for weights in GENERATED)]
@@ -96,12 +95,12 @@ def bench_plan(
 
 
 def generated(folder: Path, weights: str, nbytes: float) -> Path:
-    """A generated checkpoint of so many bytes in this format.
+    """Returns a generated checkpoint of this size and format.
 
     Args:
-        folder: Where it is made, or found.
+        folder: Folder of the checkpoints.
         weights: One of `checkpoints.FORMATS`.
-        nbytes: Its size.
+        nbytes: Size in bytes.
     """
     hidden = architecture_of_size(nbytes).hidden
     empty, one = (
@@ -126,7 +125,7 @@ def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
 
 
 def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None]) -> list[Record]:
-    """The records of one checkpoint, one for each placement."""
+    """Returns the records of one checkpoint, one per placement."""
     model = open_model(path)
     dtype = getattr(torch, model.sizes.dtype)
     products = {
@@ -152,8 +151,10 @@ def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None
 def _round(
     path: Path, model: PlannedModel, probes: _Probes, products: Mapping[str, KindProbe], cases: Sequence[Case]
 ) -> dict[str, Record]:
-    """{placement: what one round predicts and achieves there}; rates are measured before, between and after
-    what they explain."""
+    """Returns {placement: predictions and measurements of one round}.
+
+    Rates are measured before, between, and after the steps that they explain.
+    """
     for probe in (probes.machine, probes.gathering, *products.values()):
         if probe is not None:
             probe.forget()
@@ -203,7 +204,7 @@ def _fit(model: PlannedModel, count: int) -> ZeroFit:
 
 
 def _sharded(held: list[dict], model: PlannedModel, count: int) -> Record:
-    """What ZeRO-3 was planned to hold and holds, on the fullest rank."""
+    """Returns ZeRO-3's planned and measured bytes on the fullest rank."""
     fit = _fit(model, count)
     planned = {
         name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")

@@ -1,5 +1,4 @@
-"""One checkpoint in one placement: planned as `hfq plan` does, loaded as planned, its bytes and steps
-measured."""
+"""One checkpoint in one placement: planned like `hfq plan`, loaded, and measured."""
 
 from __future__ import annotations
 
@@ -33,10 +32,10 @@ class Case:
 
     Attributes:
         placement: One of `PLACEMENTS`.
-        planned: {home: bytes}, from headers.
-        measured: {home: bytes} of the loaded model.
-        work: What a step was planned to do.
-        decoder: Takes steps.
+        planned: {device: bytes}, from headers.
+        measured: {device: bytes} of the loaded model.
+        work: Planned work of a step.
+        decoder: Runs steps.
     """
 
     placement: str
@@ -46,7 +45,7 @@ class Case:
     decoder: Decoder
 
     def describe(self) -> dict[str, Any]:
-        """The case as JSON-ready data, before its first round."""
+        """Returns the case as JSON-ready data, before its first round."""
         return {"placement": self.placement, "planned": self.planned, "measured": self.measured, "rounds": []}
 
 
@@ -55,8 +54,8 @@ def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PL
 
     Args:
         path: The checkpoint.
-        model: It, planned.
-        placements: Of `PLACEMENTS`.
+        model: Its planned model.
+        placements: Some of `PLACEMENTS`.
     """
     total = sum(unit.nbytes for unit in model.sizes.units)
     roomy = _estimate(model, 4 * total + (1 << 40))
@@ -69,8 +68,10 @@ def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PL
 
 
 def measure_devices(model: Any) -> dict[str, int]:
-    """{`cpu`, `disk`, `buffer`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and
-    its ring."""
+    """Returns {`cpu`, `disk`, `buffer`: bytes} of a loaded model.
+
+    These are tensors in memory, tensors that stay in files, and the offload buffer.
+    """
     loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
     offloaded = [
@@ -94,7 +95,7 @@ def measure_devices(model: Any) -> dict[str, int]:
 
 
 def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -> Case:
-    """A case as `max_memory` gives it."""
+    """Returns a case that `max_memory` determines."""
     options: dict[str, Any] = {"device_map": {"": "cpu"}}
     if placement != "cpu":
         options = {"device_map": "auto", "max_memory": {"cpu": estimate.budget.capacities["cpu"]}}
@@ -108,8 +109,10 @@ def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -
 
 
 def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
-    """The later half of the blocks on disk, by a map: beside a ring, a budget would not leave half of a small
-    model."""
+    """Returns a case with the later half of the decoder layers on disk, set by a device map.
+
+    In a small model, `max_memory` would not leave half of the layers in memory next to an offload buffer.
+    """
     units = model.sizes.units
     blocks = [unit for unit in units if unit.kind == "block"]
     offloaded = blocks[len(blocks) // 2 :]
@@ -139,7 +142,7 @@ def _estimate(model: PlannedModel, capacity: int) -> Estimate:
 
 
 def _least(model: PlannedModel, most: int) -> int:
-    """The smallest capacity for weights and ring that a plan exists for."""
+    """Returns the smallest capacity for weights and offload buffer for which a plan exists."""
     low, high = 0, 2 * most
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""What `plan` found, in one table and against its targets."""
+"""Table and targets of `python -m benchmarks plan`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ batch 1. Predicted over achieved is that of tokens/s, taken within a round: belo
 
 
 def bytes_apart(record: Record) -> float:
-    """The largest relative difference between planned and measured bytes of a home, of any that holds
-    something."""
+    """Returns the largest relative difference of planned and measured bytes over all used devices."""
     pairs = [(record["planned"][device], record["measured"][device]) for device in record["planned"]]
     return max(
         (
@@ -35,12 +34,12 @@ def bytes_apart(record: Record) -> float:
 
 
 def plan_report(folder: Path, facts: Mapping[str, str], records: list[Record]) -> Report:
-    """The report of all records.
+    """Returns the report of all records.
 
     Args:
-        folder: Where generated checkpoints rest.
-        facts: What else is known of the run.
-        records: See `plan`.
+        folder: Folder of the generated checkpoints.
+        facts: Further facts about the run.
+        records: See `bench_plan`.
     """
     rows = [_row(record) for record in records]
     header = (
@@ -105,5 +104,5 @@ def _median(record: Record, what: str) -> float:
 
 
 def _ratio(record: Record) -> float:
-    """Predicted over achieved tokens per second: the median of the rounds' own ratios."""
+    """Returns predicted over measured tokens per second, as the median of the rounds' ratios."""
     return statistics.median(each["achieved"] / each["predicted"] for each in record["rounds"])

@@ -1,10 +1,9 @@
-"""`python -m benchmarks quality`: the published tables of quantization's quality, made anew on small models
-that are trained here.
+"""`python -m benchmarks quality`: published quality tables, reproduced on small models.
 
-An OPT and a Llama of five million parameters learn Python's own documentation; outlier features are put into
-them without changing what they compute; every method of the tables is measured on text that was held out.
-Perplexities of models so small are not those of large ones: what must come out is which method is better, and
-by how much at least (`quality_orderings`).
+An OPT and a Llama of five million parameters are trained on Python's own documentation. Outlier features are
+injected without changing the models' outputs. Every method of the tables is measured on held-out text.
+Perplexities differ from those of large models. The benchmark checks which method is better, and by how much
+at least (`orderings`).
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ __all__ = ["bench_quality", "check_orderings"]
 
 WINDOWS, CALIBRATION = 8, 16
 THRESHOLD = 1.05
-"""Outlier features begin at this many times the largest activation of the model without outliers."""
+"""Threshold of outlier features, relative to the largest activation of the model without outliers."""
 
 Make = Callable[[str, Outliers], Subject]
 
 
 def bench_quality(folder: Path, quick: bool, say: Callable[[str], None]) -> Report:
-    """Trains the models, or takes those that an earlier run left, and makes the tables.
+    """Trains the models, or loads them from an earlier run, and makes the tables.
 
     Args:
-        folder: Holds the text and the models between runs.
-        quick: One smaller model and a few rows of two tables, for tests.
-        say: Is told what is going on.
+        folder: Folder that keeps the text and the models between runs.
+        quick: True to use one smaller model and a few rows of two tables, for tests.
+        say: Function that receives progress lines.
     """
     from transformers.utils import logging
 
@@ -81,15 +80,15 @@ def bench_quality(folder: Path, quick: bool, say: Callable[[str], None]) -> Repo
 
 
 def check_orderings(report: Report) -> None:
-    """Raises where the tables do not come out in the published order.
+    """Raises an error if the tables do not have the published order.
 
     Raises:
-        HfqError: Names each ordering that does not hold, with its margin.
+        HfqError: An ordering does not hold. The message lists each one with its margin.
     """
     broken = [str(target) for target in report.targets if target.verdict != "met"]
     if broken:
         raise HfqError(
-            "The tables do not come out in the published order.",
+            "The tables do not have the published order.",
             expected=f"{len(report.targets)} orderings",
             found=f"{len(report.targets) - len(broken)}",
             problems=broken,

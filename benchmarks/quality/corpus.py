@@ -1,8 +1,7 @@
-"""Text that every Python installation carries: to train small models on, to calibrate them with, and to hold
-out.
+"""Text from the Python installation for training, calibration, and evaluation of small models.
 
-It is the docstrings of the standard library, the language reference behind `help()` and Python's licence.
-Which part a document belongs to depends on its own bytes alone.
+It consists of the docstrings of the standard library, the language reference behind `help()`, and Python's
+license. A document's part depends only on its own bytes.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
 
 
 def read_documents() -> list[str]:
-    """The documents, in a fixed order: one for each module that has docstrings, each help topic, the
-    licence.
-    """
+    """Returns the documents in a fixed order: docstrings per module, each help topic, the license."""
     library = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(library.rglob("*.py")):
@@ -52,16 +49,14 @@ def read_documents() -> list[str]:
 
 
 def read_topics() -> list[str]:
-    """The help topics alone, which are one file: a quarter of the text."""
+    """Returns only the help topics, which come from one file."""
     import pydoc_data.topics
 
     return [text for _, text in sorted(pydoc_data.topics.topics.items())]
 
 
 def part_of(document: str) -> str:
-    """One of `PARTS`: of twenty documents about one is held out, one calibrates, the others are trained
-    on.
-    """
+    """Returns one of `PARTS`: about one document in twenty is held out, and one calibrates."""
     return {0: PARTS[0], 1: PARTS[1]}.get(hashlib.sha256(document.encode()).digest()[0] % 20, PARTS[2])
 
 
@@ -70,9 +65,8 @@ class Corpus:
     """The text as tokens.
 
     Attributes:
-        key: Changes where the tokens may: the Python whose text it is, the tokenizer's version and
-            vocabulary.
-        tokens: int64 [n] of each of `PARTS`.
+        key: Changes if the tokens may change: the Python version, and the tokenizer's version and vocabulary.
+        tokens: int64 [n] for each of `PARTS`.
     """
 
     key: str
@@ -80,16 +74,17 @@ class Corpus:
 
     @classmethod
     def make(cls, folder: Path, vocabulary: int, is_small: bool = False) -> Corpus:
-        """Trains a tokenizer on the training part and tokenizes all three, or takes what an earlier run left
-        in `folder`.
+        """Trains a tokenizer on the training part and tokenizes all parts.
+
+        Results of an earlier run in `folder` are reused.
 
         Args:
-            folder: Holds corpora and models between runs.
+            folder: Folder that keeps corpora and models between runs.
             vocabulary: Entries of the byte-pair encoding.
-            is_small: Whether to take the help topics alone.
+            is_small: True to use only the help topics.
 
         Raises:
-            CheckpointError: What an earlier run left is damaged.
+            CheckpointError: The results of an earlier run are damaged.
         """
         import tokenizers
         from safetensors.torch import load_file, save_file
@@ -104,7 +99,7 @@ class Corpus:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Makes a folder by `write(temporary folder)`, whole or not at all."""
+    """Creates a folder with `write(temporary folder)`, either completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -117,10 +112,10 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def kept(path: Path) -> Iterator[None]:
-    """Names a folder that an earlier run left where it cannot be read.
+    """Turns read errors into an error that names the damaged folder of an earlier run.
 
     Raises:
-        CheckpointError: It cannot.
+        CheckpointError: The folder cannot be read.
     """
     from safetensors import SafetensorError
 

@@ -1,4 +1,4 @@
-"""What small models do not show of the published tables, in numbers: no ordering is asserted of any of it."""
+"""Published results that small models do not show. No ordering of them is asserted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ABSMAX, _DECOMPOSED = "int8 absmax", "int8 absmax row-wise + decomposition"
 
 
 def differences(records: Sequence[Record]) -> Table:
-    """Ratios of perplexities, published and here; a row of which something was not measured is left out."""
+    """Returns ratios of perplexities, published and measured, without rows that miss a measurement."""
     int8, opt, weights = published.LLM_INT8, published.GPTQ_OPT, published.WEIGHTS_ALONE
     rows = [
         (_ABSMAX, _over(int8, _ABSMAX, "fp32", "125M"), _ratio(records, _OPT, _ABSMAX), _NO_OUTLIERS),

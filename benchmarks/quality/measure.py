@@ -1,9 +1,7 @@
-"""What quantization does to one model: its perplexity and its divergence from the float model, method by
-method.
+"""Effect of quantization on one model: perplexity, and divergence from the float model.
 
-Weights that are rounded alone are put in the place of the floats; int8 products stand in for those of every
-linear layer of the blocks; GPTQ is run as users run it, by `hfq.quantize`, and its checkpoint is loaded by
-hfq.
+Weight-only methods replace the weights by rounded ones. int8 products replace every linear layer of the
+decoder layers. GPTQ runs through `hfq.quantize`, and hfq loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ __all__ = ["Subject", "largest_activation"]
 
 _WINDOWS_AT_ONCE = 4
 Quantize = Callable[[torch.Tensor], torch.Tensor]
-"""A weight [out, in] to what its quantized form means, in float32."""
+"""Function from a weight [out, in] to the float32 values of its quantized form."""
 
 
 @dataclass
 class Subject:
-    """A float model, the text that it is measured on, and what it makes of that text.
+    """A float model, its text, and its results on that text.
 
     Attributes:
-        name: The model's name in tables.
-        outliers: What was put into it.
-        model: In float32.
+        name: Name of the model in tables.
+        outliers: The injected outliers.
+        model: The model in float32.
         batches: The text.
-        calibration: Windows [n, 256] for methods that look at activations.
-        records: What was measured, the float model first.
-        logits: The float model's, of each batch.
+        calibration: Windows [n, 256] for methods that need activations.
+        records: Measurements, the float model first.
+        logits: Logits of the float model for each batch.
     """
 
     name: str
@@ -66,8 +64,7 @@ class Subject:
         calibration: torch.Tensor,
         windows: int,
     ) -> Subject:
-        """Puts outliers into a copy of a model and runs that on `windows` windows of the text that was held
-        out."""
+        """Injects outliers into a copy of a model, and runs it on `windows` held-out windows."""
         batches = cut(held_out[: windows * CONTEXT], CONTEXT, batch_size=_WINDOWS_AT_ONCE)
         subject = cls(name, outliers, with_outliers(model, outliers), batches, calibration)
         started = time.perf_counter()
@@ -77,14 +74,14 @@ class Subject:
 
     @property
     def linears(self) -> dict[str, torch.nn.Linear]:
-        """The linear layers of the blocks by name."""
+        """Returns the linear layers of the decoder layers by name."""
         layers = self.model.get_decoder().layers
         return {
             name: module for name, module in layers.named_modules() if isinstance(module, torch.nn.Linear)
         }
 
     def round(self, method: str, bits: float, quantize: Quantize) -> None:
-        """Measures the model with every weight of its blocks rounded."""
+        """Measures the model with all weights of its decoder layers rounded."""
         started, linears = time.perf_counter(), self.linears
         floats = {name: linear.weight for name, linear in linears.items()}
         try:
@@ -97,7 +94,7 @@ class Subject:
         self._keep("weights", method, bits, score, started)
 
     def multiply_int8(self, method: str, **options: Any) -> None:
-        """Measures the model with int8 products; the options are those of `int8_linear`."""
+        """Measures the model with int8 products. Options are those of `int8_linear`."""
         started, shares = time.perf_counter(), []
 
         def product(linear: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
@@ -114,8 +111,7 @@ class Subject:
         )
 
     def solve(self, method: str, bits: int, **options: Any) -> None:
-        """Measures what `hfq.quantize` makes of the model by GPTQ, with a scale and a zero point for each
-        row."""
+        """Measures a GPTQ checkpoint from `hfq.quantize`, with a scale and zero point per row."""
         from transformers import AutoModelForCausalLM
 
         import hfq
@@ -139,7 +135,7 @@ class Subject:
                 output, quantization_config=HfqConfig(), dtype=torch.float32
             )
             score = self._score(self._logits(model))
-            del model  # its pages are those of a file that goes now
+            del model  # its pages belong to a file that is deleted now
         self._keep("weights", method, bits, score, started)
 
     def _logits(self, model: Any) -> list[torch.Tensor]:
@@ -179,7 +175,7 @@ class Subject:
 
 
 def largest_activation(subject: Subject) -> float:
-    """The largest magnitude that reaches a linear layer of the blocks on the subject's text."""
+    """Returns the largest input magnitude of the decoder layers' linear layers on the subject's text."""
     found = [0.0]
 
     def look(linear: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
@@ -194,7 +190,7 @@ def largest_activation(subject: Subject) -> float:
 
 @contextlib.contextmanager
 def _instead(linears: dict[str, torch.nn.Linear], forward: Callable) -> Iterator[None]:
-    """Every layer calls `forward(layer, inputs)` as long as the context lasts."""
+    """Makes every layer call `forward(layer, inputs)` within the context."""
     try:
         for linear in linears.values():
             linear.forward = functools.partial(forward, linear)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The methods of the tables, by the names that they have there, and what each table measures of a model."""
+"""Methods of the tables by their names there, and the measurements of each table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ACT_ORDER = "GPTQ, by activation"
 _KMEANS_STEPS = 20
 _PAPER = {"damp_percent": 0.01, "clip_search": False}
-"""GPTQ as its paper has it; hfq's own defaults are other ones."""
+"""GPTQ as in its paper. The defaults of hfq differ."""
 
 INT8: dict[str, dict[str, Any]] = {
     "int8 absmax": {"granularity": "tensor"},
@@ -42,8 +42,10 @@ INT8: dict[str, dict[str, Any]] = {
     "absmax LLM.int8()": {"granularity": "vector", "decomposes": True},
     "zeropoint LLM.int8()": {"granularity": "vector", "symmetric": False, "decomposes": True},
 }
-"""The rows of LLM.int8()'s table but for its float one; those that decompose multiply outlier features in
-floats."""
+"""Rows of LLM.int8()'s table, without the float row.
+
+Rows with decomposition multiply outlier features in floats.
+"""
 
 WEIGHTS_ALONE: dict[str, tuple[float, Quantize]] = {
     "W8sym-A16": (8, lambda weight: absmax(weight, 8).dequantize()),
@@ -53,7 +55,7 @@ WEIGHTS_ALONE: dict[str, tuple[float, Quantize]] = {
     "W4sym-A16, groups of 64": (4, lambda weight: absmax(weight, 4, "group", 64).dequantize()),
     "W4asym-A16, groups of 64": (4, lambda weight: zero_point(weight, 4, "group", 64).dequantize()),
 }
-"""By name: the bits of a code, and the rounding. absmax by row is GLM-130B's recipe, too."""
+"""(bits of a code, rounding) by name. absmax by row is also GLM-130B's recipe."""
 
 
 def _through(weight_format: Format) -> Quantize:
@@ -69,18 +71,18 @@ NUMBER_FORMATS: dict[str, tuple[float, Quantize]] = {
     "FP4 E3M0, blocks of 32": (4, lambda weight: fixed(weight, "fp4_e3m0").dequantize()),
     "NF4, blocks of 32": (4, lambda weight: fixed(weight, "nf4").dequantize()),
 }
-"""As `WEIGHTS_ALONE`."""
+"""(bits of a code, rounding) by name, like `WEIGHTS_ALONE`."""
 
 
 def measure_rtn(subject: Subject, bits: Iterable[int]) -> None:
-    """Round to nearest on GPTQ's own grid: a scale and a zero point for each row."""
+    """Measures rounding to nearest on GPTQ's grid, with a scale and a zero point per row."""
     for each in bits:
         recipe = Recipe(method="rtn", bits=each, group_size=-1, sym=False)
         subject.round("RTN", each, _through(recipe.weight_format([])))
 
 
 def measure_gptq(subject: Subject, bits: Iterable[int], by_activation: bool = True) -> None:
-    """GPTQ as its paper has it, channels in their own order, and then in that of decreasing activation."""
+    """Measures GPTQ as in its paper, with channels in their own order and by decreasing activation."""
     for each in bits:
         subject.solve("GPTQ", each, act_group_aware=False, **_PAPER)
         if by_activation:
@@ -88,7 +90,7 @@ def measure_gptq(subject: Subject, bits: Iterable[int], by_activation: bool = Tr
 
 
 def measure_kmeans(subject: Subject, bits: Iterable[int]) -> None:
-    """A table of its own for each row."""
+    """Measures k-means with one table per row."""
     for each in bits:
         subject.round("k-means, by row", each, functools.partial(_kmeans, num_bits=each))
 
@@ -98,13 +100,13 @@ def _kmeans(weight: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def measure_rounded(subject: Subject, methods: Mapping[str, tuple[float, Quantize]]) -> None:
-    """Weights rounded alone."""
+    """Measures weight-only rounding."""
     for name, (bits, quantize) in methods.items():
         subject.round(name, bits, quantize)
 
 
 def measure_int8(subject: Subject, threshold: float, methods: Iterable[str] = tuple(INT8)) -> None:
-    """int8 products; `threshold` is the magnitude from which on a feature is multiplied in floats."""
+    """Measures int8 products. Features from `threshold` on are multiplied in floats."""
     for name in methods:
         options = dict(INT8[name])
         decomposes = options.pop("decomposes", False)

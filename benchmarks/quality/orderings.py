@@ -1,8 +1,8 @@
-"""The orderings that the tables must have, each with the margin by which it must hold.
+"""Orderings that the tables must have, each with its least margin.
 
-Divergences compare methods that lose little, where perplexities of a small model differ by less than their
-noise; perplexities state what breaks, and what does not. Divergences are ratios: how many times as far one
-method is from the float model as another.
+Divergences compare methods that lose little. Their perplexities differ by less than the noise of a small
+model. Divergences are ratios of two methods' distances from the float model. Perplexities show which methods
+break and which do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hfq.tables import Target
 __all__ = ["LOSSLESS", "orderings", "quick_orderings"]
 
 LOSSLESS = 0.003
-"""Perplexities that differ by this share are equal."""
+"""Largest relative difference of perplexities that count as equal."""
 
 OPT, LLAMA = ("OPT", "none"), ("Llama", "none")
 SHIFTED, GAINED = ("OPT", "+60"), ("Llama", "×200")
@@ -31,19 +31,21 @@ Point = tuple[str, float | None]
 
 
 class _Found:
-    """Targets about records; what was not measured is a target that is not met."""
+    """Targets about records. A missing measurement is an unmet target."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
 
     def farther(self, column: Column, worse: Point, better: Point, margin: float) -> Target:
-        """The divergence of one method over another's, at least `margin`."""
+        """Requires the ratio of two methods' divergences to be at least `margin`."""
         what = f"{_named(column)}: divergence of {_point(worse)} over that of {_point(better)}"
         return Target(what, self._farther(column, worse, better), margin, at_least=True)
 
     def farther_in_all(self, columns: Sequence[Column], worse: Point, better: Point, margin: float) -> Target:
-        """As `farther`, of the geometric mean over models: for methods so close that one model, trained
-        again, may turn them round."""
+        """Requires the same as `farther` for the geometric mean over models.
+
+        It is for methods so similar that retraining one model may reverse their order.
+        """
         ratios = [self._farther(column, worse, better) for column in columns]
         mean = None if None in ratios else statistics.geometric_mean(ratios)  # type: ignore[arg-type]
         named = " and ".join(map(_named, columns))
@@ -59,7 +61,7 @@ class _Found:
         return None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
 
     def grows(self, method: str, weaker: Column, stronger: Column, margin: float) -> Target:
-        """The divergence of a method with stronger outliers over that with weaker ones, at least `margin`."""
+        """Requires a method's divergence to grow with stronger outliers by at least `margin`."""
         values = [self._value(column, (method, None), "kl") for column in (stronger, weaker)]
         ratio = None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
         return Target(
@@ -70,7 +72,7 @@ class _Found:
         )
 
     def breaks(self, column: Column, point: Point, bound: float) -> Target:
-        """A perplexity over the float model's, at least `bound`."""
+        """Requires a perplexity relative to the float model of at least `bound`."""
         return Target(
             f"{_named(column)}: perplexity of {_point(point)}",
             self._value(column, point, "ratio"),
@@ -79,7 +81,7 @@ class _Found:
         )
 
     def holds(self, column: Column, point: Point, bound: float) -> Target:
-        """A perplexity over the float model's, at most `bound`."""
+        """Requires a perplexity relative to the float model of at most `bound`."""
         return Target(
             f"{_named(column)}: perplexity of {_point(point)}", self._value(column, point, "ratio"), bound
         )
@@ -90,7 +92,7 @@ class _Found:
 
 
 def orderings(records: Sequence[Record]) -> list[Target]:
-    """Those of all tables."""
+    """Returns the orderings of all tables."""
     found = _Found(records)
     return [
         *_injected(records),
@@ -103,7 +105,7 @@ def orderings(records: Sequence[Record]) -> list[Target]:
 
 
 def quick_orderings(records: Sequence[Record]) -> list[Target]:
-    """Those of the rows that `--quick` measures, on a smaller model."""
+    """Returns the orderings of the rows that `--quick` measures, on a smaller model."""
     found = _Found(records)
     absmax, by_row, zero, whole = ((name, None) for name in _QUICK_INT8)
     return [
@@ -125,7 +127,7 @@ _QUICK_INT8 = ("int8 absmax", "int8 absmax row-wise", "int8 zeropoint vector-wis
 
 
 def _injected(records: Sequence[Record]) -> list[Target]:
-    """Outliers change nothing as long as nothing is rounded."""
+    """Requires that outliers change nothing while nothing is rounded."""
     floats = {(r["model"], r["outliers"]): r["perplexity"] for r in records if r["method"] == "float"}
     offsets = {
         column: abs(value / floats[column[0], "none"] - 1)
@@ -141,8 +143,10 @@ def _injected(records: Sequence[Record]) -> list[Target]:
 
 
 def _int8(found: _Found) -> list[Target]:
-    """LLM.int8(): without outliers all is one; with them tensors break first, then rows; what decomposes
-    holds."""
+    """Requires LLM.int8()'s order: with outliers, tensor scales break first, then row scales.
+
+    Without outliers, all methods are equal. Decomposition holds.
+    """
     targets = [found.holds(column, (name, None), 1 + LOSSLESS) for column in (OPT, LLAMA) for name in INT8]
     decomposed = [name for name in INT8 if "decomposition" in name or "LLM.int8()" in name]
     targets += [
@@ -173,7 +177,7 @@ def _int8(found: _Found) -> list[Target]:
 
 
 def _gptq(found: _Found) -> list[Target]:
-    """Without outliers: GPTQ is better at every number of bits, and each bit is worth more than GPTQ is."""
+    """Requires GPTQ to be better at all bits without outliers, but to gain less than one more bit."""
     targets = [
         found.farther(column, ("RTN", bits), ("GPTQ", bits), 1.5)
         for column in (OPT, LLAMA, SHIFTED)
@@ -188,8 +192,10 @@ def _gptq(found: _Found) -> list[Target]:
 
 
 def _blow_up(found: _Found) -> list[Target]:
-    """OPT-66B: with outliers rounding breaks already at 4 bits, where GPTQ holds; the order by activation
-    helps it further."""
+    """Requires rounding to 4 bits to break with outliers while GPTQ holds, as for OPT-66B.
+
+    Ordering by activation improves GPTQ further.
+    """
     return [
         found.breaks(SHIFTED, ("RTN", 4), 1.4),
         found.holds(SHIFTED, ("GPTQ", 4), 1.1),
@@ -201,7 +207,10 @@ def _blow_up(found: _Found) -> list[Target]:
 
 
 def _weights_alone(found: _Found) -> list[Target]:
-    """8 bits lose nothing; at 4 zero points help, and groups; GLM's two rows are two of these."""
+    """Requires no loss at 8 bits, and at 4 bits a gain from zero points and from groups.
+
+    Both rows of GLM are among these.
+    """
     eight = [("W8sym-A16", None), ("W8asym-A16", None)]
     targets = [found.holds(column, point, 1 + LOSSLESS) for column in (OPT, LLAMA) for point in eight]
     symmetric, asymmetric = ("W4sym-A16", None), ("W4asym-A16", None)
@@ -217,11 +226,10 @@ def _weights_alone(found: _Found) -> list[Target]:
 
 
 def _formats(found: _Found) -> list[Target]:
-    """FP8 loses nothing, E4M3 less than E5M2; of four-bit floats E3M0 is worst; a fitted table is better than
-    even steps.
+    """Requires no loss from FP8, E4M3 better than E5M2, and E3M0 worst of the 4-bit floats.
 
-    In two trainings of the OPT, on one thread and on two, E2M1 was 1.39 and 0.98 times as far off as NF4:
-    that ordering is of both models.
+    A fitted table is better than even steps. The order of E2M1 and NF4 varies between trainings of the OPT,
+    so it is required only for the mean of both models.
     """
     by_row, by_tensor, wide, e2m1, _, e3m0, nf4 = ((name, None) for name in NUMBER_FORMATS)
     targets = []

@@ -1,10 +1,10 @@
-"""Outlier features, put into a small model without changing what it computes.
+"""Outlier features, injected into a small model without changing its outputs.
 
 Large language models have a few features (input channels) whose activations are tens of times larger than the
-others', and often of one sign (Dettmers et al. 2022, arXiv 2208.07339, section 4). Here some channels of
-every norm before a block's linear layers get a larger gain, and a shift where the norm has a bias; the linear
-layers that read them are divided by the gain, and the shift is taken out of their biases. It is SmoothQuant's
-(Xiao et al. 2023, arXiv 2211.10438) and AWQ's scaling, the other way round.
+others', and often of one sign (Dettmers et al. 2022, arXiv 2208.07339, section 4). Here, some channels of
+every norm before a decoder layer's linear layers get a larger gain, and a shift if the norm has a bias. The
+linear layers that read them are divided by the gain, and the shift is subtracted from their biases. This
+reverses the scaling of SmoothQuant (Xiao et al. 2023, arXiv 2211.10438) and AWQ.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _READERS = {
         "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
     },
 }
-"""By family: each norm of a block, and the linear layers that read it."""
+"""Norms of a decoder layer and the linear layers that read them, by model family."""
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """How large outlier features are.
+    """Size of outlier features.
 
     Attributes:
-        gain: What the channels are multiplied by.
-        shift: What is added to them then.
-        channels: How many channels of each norm.
+        gain: Factor of the channels.
+        shift: Number added after the multiplication.
+        channels: Number of channels per norm.
     """
 
     gain: float = 1.0
@@ -55,22 +55,22 @@ NONE = Outliers()
 
 
 def with_outliers(model: Any, outliers: Outliers) -> Any:
-    """A copy of a model that computes the same, with outlier features.
+    """Returns a copy of a model with outlier features and the same outputs.
 
     Args:
         model: An OPT or a Llama of transformers, in float32.
-        outliers: Their size; which channels they are is drawn once for each norm.
+        outliers: Size of the outliers. The channels are drawn once per norm.
 
     Raises:
-        SetupError: The model's norms have no bias to shift, or it is of another family.
+        SetupError: The model's norms have no bias to shift, or its family is not supported.
     """
     family = model.config.model_type
     if family not in _READERS or (outliers.shift and family != "opt"):
         raise SetupError(
-            "Outliers cannot be put into this model.",
-            expected="opt, or llama without a shift: its norms have no bias",
+            "Outliers cannot be injected into this model.",
+            expected="an OPT, or a Llama without a shift",
             found=f"{family}, {outliers}",
-            fix="choose another model, or a gain alone",
+            fix="Choose another model, or pass only a gain.",
         )
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""Published tables of perplexities, as their papers print them: what the tables made here stand beside.
+"""Published tables of perplexities, as printed in their papers.
 
 Sources: LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339, table 1 (C4). GPTQ, Frantar et al. 2023, arXiv
 2210.17323, tables 3 and 4 (WikiText-2), and the README of its code for LLaMA and for the order by activation.
-ZeroQuant-V2, Yao et al. 2023, arXiv 2303.08302 (weights alone, mean of WikiText-2, PTB and C4). GLM-130B,
+ZeroQuant-V2, Yao et al. 2023, arXiv 2303.08302 (weights alone, mean of WikiText-2, PTB, and C4). GLM-130B,
 Zeng et al. 2023, arXiv 2210.02414, and its documentation (WikiText-2).
 """
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Published:
-    """A table: models across, methods down."""
+    """A table with a column per model and a row per method."""
 
     title: str
     models: tuple[str, ...]
@@ -125,5 +125,4 @@ ERRATA = (
         "the rows “GPTQ, by activation” here",
     ),
 )
-"""What the material these tables come from prints, what its own arithmetic gives, and where that is tested.
-"""
+"""Printed figures that contradict their own arithmetic, the correct result, and its test."""

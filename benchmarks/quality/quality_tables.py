@@ -1,4 +1,4 @@
-"""The tables of `python -m benchmarks quality`, each with the published one after it."""
+"""Tables of `python -m benchmarks quality`, each followed by the published one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfq.tables import Table
 __all__ = ["chart", "find", "tables"]
 
 Column = tuple[str, str]
-"""A model, and its outliers."""
+"""A model and its outliers."""
 
 _GPTQ_ROWS = [(method, bits) for bits in (8, 4, 3, 2) for method in ("RTN", "GPTQ", ACT_ORDER)]
 _RATIO = "Perplexity over the float model's"
@@ -25,7 +25,7 @@ quantized by decreasing activation (act-order)."""
 
 
 def find(records: Iterable[Record], column: Column, method: str, bits: float | None = None) -> Record | None:
-    """What was measured of a method, with any number of bits unless they are told; None where it was not."""
+    """Returns the record of a method, with any number of bits if `bits` is None. None if not measured."""
     where = {"model": column[0], "outliers": column[1], "method": method} | (
         {} if bits is None else {"bits": bits}
     )
@@ -33,7 +33,7 @@ def find(records: Iterable[Record], column: Column, method: str, bits: float | N
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """All tables; of what was not measured there is no column, and no row."""
+    """Returns all tables, without columns and rows that were not measured."""
     codes: list[tuple[str, float | None]] = [
         (name, bits) for bits in (4, 3, 2) for name in ("k-means, by row", "RTN")
     ]
@@ -70,7 +70,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def chart(records: Sequence[Record]) -> Chart:
-    """Perplexities of rounding and of GPTQ, with and without outliers."""
+    """Returns a chart of the perplexities of rounding and GPTQ, with and without outliers."""
     columns = _columns(records, ["RTN"])
     series = {
         f"{method} {bits}": [_value(find(records, column, method, bits)) for column in columns]

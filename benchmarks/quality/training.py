@@ -1,7 +1,7 @@
-"""The small models of the tables: an OPT and a Llama, trained here, the same on every run of one machine.
+"""Small OPT and Llama models, trained reproducibly on one machine.
 
-Hidden matrices are trained with Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural
-networks"), everything else with AdamW: in as many steps that is worth about twice of AdamW alone.
+Muon trains hidden matrices (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"),
+because it needs fewer steps than AdamW. AdamW trains all other parameters.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _OPTIMIZERS = (_MUON_LR, _ADAM_LR, _WARMUP, _MOMENTUM, _NEWTON_SCHULZ, _ITERATIO
 
 @dataclass(frozen=True)
 class Training:
-    """A model and how it is trained.
+    """A model and its training.
 
     Attributes:
         family: `"opt"` or `"llama"`.
-        hidden: The hidden size, of four heads; an OPT's MLP has four times as many, a Llama's 2.75 times.
-        layers: Blocks.
-        vocabulary: Tokens.
-        steps: Of `batch` windows of 256 tokens.
-        batch: Windows of a step.
+        hidden: Hidden size, with four heads. An OPT's MLP is four times as wide, a Llama's 2.75 times.
+        layers: Number of decoder layers.
+        vocabulary: Number of tokens.
+        steps: Number of steps.
+        batch: Windows of 256 tokens per step.
     """
 
     family: str
@@ -51,7 +51,7 @@ class Training:
     batch: int = 4
 
     def config(self) -> Any:
-        """The configuration of transformers."""
+        """Returns the transformers config."""
         from transformers import LlamaConfig, OPTConfig
 
         sizes = {
@@ -68,7 +68,7 @@ class Training:
         return LlamaConfig(intermediate_size=self.hidden * 11 // 4, num_key_value_heads=2, **sizes)
 
     def key(self, corpus: Corpus) -> str:
-        """Changes with whatever changes the trained model."""
+        """Returns a key that changes with everything that affects the trained model."""
         versions = (torch.__version__, importlib.metadata.version("transformers"))
         return hashlib.sha256(repr((self, _OPTIMIZERS, corpus.key, versions)).encode()).hexdigest()[:16]
 
@@ -79,7 +79,7 @@ SMALL = Training("opt", hidden=128, layers=4, vocabulary=1024, steps=60)
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model in float32, and what its training took: seconds by the clock, and of processors."""
+    """A trained float32 model, and the wall seconds and processor seconds of its training."""
 
     model: Any
     seconds: float
@@ -87,16 +87,16 @@ class Trained:
 
 
 def trained(training: Training, corpus: Corpus, folder: Path, say: Callable[[str], None]) -> Trained:
-    """The trained model, from `folder` where an earlier run left it there.
+    """Returns the trained model, from `folder` if an earlier run left it there.
 
     Args:
-        training: The recipe.
+        training: The model and its training.
         corpus: The text.
-        folder: Holds corpora and models between runs.
-        say: Is told how it goes.
+        folder: Folder that keeps corpora and models between runs.
+        say: Function that receives progress lines.
 
     Raises:
-        CheckpointError: What an earlier run left is damaged.
+        CheckpointError: The results of an earlier run are damaged.
     """
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def train(training: Training, tokens: torch.Tensor, say: Callable[[str], None]) 
 
 
 class Muon:
-    """Momentum whose updates are orthogonalized, in float32; matrices of one shape go together."""
+    """Momentum with orthogonalized updates in float32. Matrices of one shape are batched."""
 
     def __init__(self, matrices: Iterable[torch.nn.Parameter]) -> None:
         self.by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
@@ -155,7 +155,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Moves every matrix by its gradient, which it must have."""
+        """Updates every matrix by its gradient, which must exist."""
         for shape, group in self.by_shape.items():
             gradients = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             momentum = self.momenta[shape].lerp_(gradients, 1 - _MOMENTUM)
@@ -165,8 +165,10 @@ class Muon:
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int = _ITERATIONS) -> torch.Tensor:
-    """Matrices [n, rows, columns] with singular values moved to about one, by a Newton-Schulz iteration of
-    degree five."""
+    """Moves the singular values of matrices [n, rows, columns] to about one.
+
+    Uses a Newton-Schulz iteration of degree five.
+    """
     first, third, fifth = _NEWTON_SCHULZ
     is_tall = matrices.shape[1] > matrices.shape[2]
     found = matrices.mT if is_tall else matrices

@@ -1,5 +1,7 @@
-"""`python -m benchmarks quantize`: memory, time and quality of quantizing, in fresh processes, beside
-gptqmodel where it is installed."""
+"""`python -m benchmarks quantize`: memory, time, and quality of quantizing, in new processes.
+
+Results are compared with gptqmodel's if it is installed.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ __all__ = [
 ]
 
 CONSTANT_NBYTES = 400 << 20
-"""What a process may take beside a block and activations: the libraries' imports alone take three quarters of
-it."""
+"""Memory that a process may use in addition to a decoder layer and activations.
+
+Imports of the libraries need most of it.
+"""
 
 BITS = (4, 3, 2)
 GPTQ = {"method": "gptq", "bits": 4, "group_size": 128}
@@ -61,16 +65,15 @@ def bench_quantize(
     """Runs the benchmark.
 
     Args:
-        folder: Where the large checkpoints are made, or found.
-        nbytes: The bytes of the checkpoint whose quantization is held against the memory's bound; an eighth
-            for times.
-        rounds: How often times are measured, and how many calibration sets quality is measured with.
+        folder: Folder of the large checkpoints. Missing ones are created.
+        nbytes: Bytes of the checkpoint for the memory measurement. Times are measured with an eighth.
+        rounds: Number of rounds for times, and number of calibration data sets for quality.
         trained: Folders of small trained models, each with its tokenizer and `held_out.txt`.
-        say: Is told what is going on.
-        threads: Of torch.
+        say: Function that receives progress lines.
+        threads: Number of torch's threads.
 
     Raises:
-        SetupError: The disk has too little room, or a measuring process died.
+        SetupError: The disk has too little free space, or a measuring process ended early.
     """
     tools = [name for name in TOOLS if importlib.util.find_spec(name) is not None]
     large, small = architecture_of_size(nbytes), architecture_of_size(max(nbytes / 8, 24e6))
@@ -104,16 +107,15 @@ def bench_quantize(
 
 
 def bound_nbytes(path: Path, tokens: torch.Tensor | None) -> dict[str, int]:
-    """What the peak of a quantization is held against, by its parts, in bytes.
+    """Returns the parts of the upper bound for a quantization's peak memory, in bytes.
 
     Args:
         path: The float checkpoint.
-        tokens: The calibration set [samples, length]; None where the method needs none.
+        tokens: Calibration data [samples, length]. None if the method needs none.
 
     Returns:
-        `block`: the parameters of the largest block in float32. `activations`: the hidden states of the
-        calibration set in float32.
-        `constant`: `CONSTANT_NBYTES`, imports included. `bound`: their sum.
+        `block`: parameters of the largest decoder layer in float32. `activations`: hidden states of the
+            calibration data in float32. `constant`: `CONSTANT_NBYTES`, including imports. `bound`: their sum.
     """
     checkpoint, blocks = Checkpoint.open(path), dict[str, int]()
     for name, info in checkpoint.tensors.items():
@@ -130,8 +132,9 @@ def bound_nbytes(path: Path, tokens: torch.Tensor | None) -> dict[str, int]:
 
 
 def measure_memory(path: Path, made: Path, recipe: dict, threads: int) -> Record:
-    """The peak of one quantization with hfq in a fresh process, beside its bound; the result stays in
-    `made`.
+    """Measures the peak memory of one quantization by hfq in a new process, and its bound.
+
+    The result stays in `made`.
     """
     tokens = _random_tokens(path) if recipe["method"] == "gptq" else None
     with Worker(_WORKER, tool="hfq", threads=threads) as worker:
@@ -146,14 +149,16 @@ def measure_memory(path: Path, made: Path, recipe: dict, threads: int) -> Record
 
 
 def measure_resume(path: Path, made: Path, threads: int, block: int) -> Record:
-    """Quantizes again, is killed after a block, goes on, and compares every file with those of
-    `measure_memory`."""
+    """Kills a quantization after a decoder layer, resumes it, and compares every file.
+
+    The files are compared with those of `measure_memory`.
+    """
     job = {"path": str(path), "output": str(made / "again"), "recipe": GPTQ}
     tokens = write_tokens(_random_tokens(path), made / "tokens.json")
     with (
         Worker(_WORKER, tool="hfq", threads=threads) as worker,
         suppress(SetupError),
-    ):  # it is gone, as it should be
+    ):  # the killed process cannot answer
         worker.ask("quantize", **job, tokens=str(tokens), stop_after=block)
     with Worker(_WORKER, tool="hfq", threads=threads) as worker:
         answer = worker.ask("quantize", **job, tokens=str(tokens))
@@ -168,7 +173,7 @@ def measure_resume(path: Path, made: Path, threads: int, block: int) -> Record:
 
 
 def measure_time(path: Path, made: Path, tool: str, threads: int) -> Record:
-    """GPTQ with one tool in a fresh process, from the folder that is read to the folder that is written."""
+    """Measures GPTQ with one tool in a new process, from the input folder to the output folder."""
     tokens, output = write_tokens(_random_tokens(path), made / "tokens.json"), made / f"timed-{tool}"
     shutil.rmtree(output, ignore_errors=True)
     with _readable(path, made, tool) as source, Worker(_WORKER, tool=tool, threads=threads) as worker:
@@ -179,10 +184,10 @@ def measure_time(path: Path, made: Path, tool: str, threads: int) -> Record:
 def measure_quality(
     model: Path, made: Path, tools: Sequence[str], seeds: int, threads: int, say: Callable[[str], None]
 ) -> list[Record]:
-    """The perplexity of a trained model, as it is and quantized to 4, 3 and 2 bits with several calibration
-    sets.
+    """Measures the perplexity of a trained model, unquantized and with 4, 3, and 2 bits.
 
-    The first six tenths of its text are for calibration, the rest is scored.
+    Each number of bits is measured with several sets of calibration data. The first six tenths of its text
+    are for calibration, and the rest is scored.
     """
     tokens = _text_of(model)
     cut = tokens.numel() * 6 // 10
@@ -223,8 +228,10 @@ def measure_quality(
 
 @contextmanager
 def _readable(path: Path, made: Path, tool: str) -> Iterator[Path]:
-    """A folder that a tool can read: gptqmodel reads no model without a tokenizer, and gets links and a
-    tokenizer of some words."""
+    """Yields a folder that a tool can read.
+
+    gptqmodel requires a tokenizer, and gets links and a tokenizer of a few words.
+    """
     if tool == "hfq" or (path / "tokenizer.json").exists():
         yield path
         return

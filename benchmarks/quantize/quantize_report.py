@@ -1,4 +1,4 @@
-"""The page of `python -m benchmarks quantize`: what was measured, beside its bounds and gptqmodel."""
+"""Report of `python -m benchmarks quantize`: measurements, bounds, and gptqmodel's results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hfq.tables import Report, Table, Target
 __all__ = ["make_report"]
 
 _QUALITY = 1.005
-"""hfq's perplexity over gptqmodel's, at most."""
+"""Largest allowed ratio of hfq's perplexity to gptqmodel's."""
 
 
 def make_report(records: list[Record], facts: Mapping[str, str]) -> Report:
-    """Tables, targets and a plot of the records of `bench_quantize`."""
+    """Returns the report of the records of `bench_quantize`."""
     tables = [_memory_table(records), _time_table(records), *_quality_tables(records)]
     models = sorted({r["model"] for r in select(records, kind="quality")})
     groups = [f"{model}, {bits} bits" for model in models for bits in (4, 3, 2)]

@@ -1,7 +1,6 @@
-"""The process that `quantize` measures in: quantizes with hfq or with gptqmodel, and tells CPU seconds and
-memory.
+"""Measuring process of `quantize`: quantizes with hfq or gptqmodel.
 
-Run as `python -m benchmarks.quantize.quantize_worker '{"tool": …}'`; see `worker_process.serve`.
+Run it as `python -m benchmarks.quantize.quantize_worker '{"tool": …}'`. See `worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -25,28 +24,31 @@ __all__ = ["TOOLS", "QuantizeWorker", "read_tokens", "write_tokens"]
 
 
 class QuantizeWorker:
-    """Answers to `quantize`.
+    """Answers `quantize`.
 
     Args:
-        tool: A name of `TOOLS`; its packages are imported before a measurement begins.
-        threads: Of torch.
+        tool: A name of `TOOLS`. Its packages are imported before a measurement starts.
+        threads: Number of torch's threads.
     """
 
     def __init__(self, tool: str, threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self._import: Callable[[], Callable[..., dict]] = functools.cache(
             TOOLS[tool]
-        )  # only now is what it prints no answer
+        )  # text printed earlier would be read as an answer
         self.commands: dict[str, Callable[..., dict]] = {"quantize": self.quantize, "memory": memory}
 
     def quantize(self, **job: Any) -> dict:
-        """Quantizes from one folder into another: CPU and wall seconds, memory in bytes, imports included."""
+        """Quantizes from one folder into another.
+
+        Returns CPU and wall seconds, and memory in bytes, including imports.
+        """
         run, imported = self._import(), memory()
         cpu, wall = time.process_time(), time.perf_counter()
         found = run(**job)
         seconds, wall = time.process_time() - cpu, time.perf_counter() - wall
         after, before = memory(), imported["peak_rss"]
-        peak = max(after["peak_rss"], before)  # what the system tells is some pages off, and may fall
+        peak = max(after["peak_rss"], before)  # the system's values are a few pages off and may fall
         return {
             **after,
             "peak_rss": peak,
@@ -58,13 +60,13 @@ class QuantizeWorker:
 
 
 def write_tokens(tokens: torch.Tensor, file: Path) -> Path:
-    """Keeps token ids [samples, length] for `read_tokens`."""
+    """Saves token ids [samples, length] for `read_tokens`."""
     file.write_text(json.dumps(tokens.tolist()), encoding="utf-8")
     return file
 
 
 def read_tokens(file: str) -> torch.Tensor:
-    """int64 [samples, length]."""
+    """Loads token ids, int64 [samples, length]."""
     return torch.tensor(json.loads(Path(file).read_text(encoding="utf-8")), dtype=torch.int64)
 
 
