@@ -93,7 +93,7 @@ def _kernels(options: Options) -> Report:
     for name in shapes:
         if name not in SHAPES:
             raise SetupError(
-                f"--shape {name!r} is not a shape{nearest(name, SHAPES)}.",
+                f"--shape {name!r} is not a shape.{nearest(name, SHAPES)}",
                 expected=", ".join(SHAPES),
                 found=name,
                 fix="Pass one of these names.",
@@ -124,7 +124,7 @@ def _quantize(options: Options) -> Report:
     threads = options.threads or [1]
     if len(threads) > 1:
         raise SetupError(
-            "quantize takes one number of threads.",
+            "quantize accepts only one number of threads.",
             expected="--threads once",
             found=", ".join(map(str, threads)),
             fix="Run it once for each number of threads.",
@@ -268,7 +268,7 @@ def _find(name: str, given: Sequence[str]) -> Benchmark:
     """Returns the benchmark of this name, and checks that it accepts all given options."""
     if name not in BENCHMARKS:
         raise SetupError(
-            f"{name!r} is not a benchmark{nearest(name, BENCHMARKS)}.",
+            f"{name!r} is not a benchmark.{nearest(name, BENCHMARKS)}",
             expected=", ".join(BENCHMARKS),
             found=name,
             fix="Pass one of these names.",
@@ -277,10 +277,10 @@ def _find(name: str, given: Sequence[str]) -> Benchmark:
     for option in given:
         if option not in found.own:
             raise SetupError(
-                f"{name} does not take {option}.",
-                expected=", ".join(found.own) or f"no option of its own for {name}",
+                f"{name} does not accept {option}.",
+                expected=", ".join(found.own) or f"no special option for {name}",
                 found=option,
-                fix=f"Leave {option} out.",
+                fix=f"Remove {option}.",
             )
     return found
 

@@ -202,7 +202,7 @@ class GgmlLinear:
 
     def _hold(self, made: int | None, free: Any) -> int:
         if made is None:
-            raise RuntimeError(f"ggml made nothing that {free.__name__} could free")
+            raise RuntimeError(f"ggml returned no object that {free.__name__} can free")
         self._loaded.callback(free, made)
         return made
 
@@ -229,7 +229,7 @@ def _repack_buffers(ggml: Any) -> int:
     registry = ggml.ggml_backend_cpu_reg()
     address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
     if address is None:
-        raise RuntimeError("ggml has no buffer types beside the plain one")
+        raise RuntimeError("ggml has no buffer types other than the plain one")
     kinds = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(ggml.ggml_backend_reg_dev_get(registry, 0))
     for kind in iter(kinds):
         if kind is None:

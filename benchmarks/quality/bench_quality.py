@@ -92,8 +92,8 @@ def check_orderings(report: Report) -> None:
             expected=f"{len(report.targets)} orderings",
             found=f"{len(report.targets) - len(broken)}",
             problems=broken,
-            fix="read the tables: a method has become worse, or other models were trained (another torch, "
-            "another Python's text)",
+            fix="Compare the tables with earlier ones. A method is worse, or the models differ (another torch, "
+            "or another Python's text).",
         )
 
 

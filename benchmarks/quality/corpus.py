@@ -123,11 +123,11 @@ def kept(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            "What an earlier run of this benchmark left cannot be read.",
+            "The results of an earlier run of this benchmark cannot be read.",
             file=path,
-            expected="a folder that was finished",
+            expected="a complete folder",
             found=str(error),
-            fix="delete this folder; it is made anew",
+            fix="Delete this folder. The next run makes it again.",
         ) from error
 
 

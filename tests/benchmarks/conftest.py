@@ -1,10 +1,10 @@
-"""Workers without processes of their own, for tests of what is measured and not of how long it takes."""
+"""Workers in this process, for tests of measurements without timing."""
 
 import pytest
 
 
 class InProcess:
-    """Stands in for `worker_process.Worker`: the same questions, answered here."""
+    """Replacement of `worker_process.Worker` that answers in this process."""
 
     def __init__(self, worker) -> None:
         self._worker = worker
@@ -24,5 +24,5 @@ class InProcess:
 
 @pytest.fixture
 def in_process():
-    """Makes a factory like `Worker` out of a worker's class."""
+    """Returns a factory like `Worker` for a worker's class."""
     return lambda cls: lambda module, **options: InProcess(cls(**options))

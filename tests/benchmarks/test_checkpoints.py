@@ -1,4 +1,4 @@
-"""Checkpoints that are measured: quantized in one format each, finite, and of the size that was asked for."""
+"""Tests of measured checkpoints: one format each, finite weights, requested size."""
 
 import pytest
 import torch
@@ -60,5 +60,5 @@ def test_the_size_is_met_by_the_number_of_layers():
 
 
 def test_too_small_a_size_is_refused():
-    with pytest.raises(SetupError, match="cannot be so small"):
+    with pytest.raises(SetupError, match="size is too small"):
         architecture_of_size(1e6)

@@ -1,5 +1,4 @@
-"""`python -m benchmarks`: its help is quick, its options reach the benchmark, its report is printed and
-written."""
+"""Tests of `python -m benchmarks`: fast help, options, and printed and written reports."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m benchmarks generate`: what is measured of which model; not how long anything takes."""
+"""Tests of `python -m benchmarks generate`: measurements per model, without timing."""
 
 import pytest
 

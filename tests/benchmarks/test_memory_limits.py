@@ -1,4 +1,4 @@
-"""Touching reaches every page, a warm cache contains every page, and copies in memory have a rate."""
+"""Tests of touching pages, warming the page cache, and copy rates."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Records: selected, reduced to medians, and measured in rotated orders."""
+"""Tests of records: selection, medians, and rotated orders."""
 
 from benchmarks.records import median, rotated, select
 

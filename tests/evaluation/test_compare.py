@@ -1,4 +1,4 @@
-"""`hfq.verify`: the same model in other placements and other bytes, and every way of not being the same."""
+"""Tests of `hfq.compare`: equal models in other placements and bytes, and all kinds of difference."""
 
 import json
 import shutil
@@ -24,9 +24,7 @@ def write(folder, tensors, config):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Checkpoints of one random model: v1, and v2 with the same numbers, fp8, and dense with the numbers of
-    v1.
-    """
+    """Checkpoints of one random model: GPTQ v1, v2 with equal values, FP8, and unquantized v1 values."""
     folder = tmp_path_factory.mktemp("made")
     v1 = ROWS["gptq-v1-w4-asym"]
     tensors = tiny_models.onloaded_tensors(v1.format)

@@ -1,6 +1,4 @@
-"""`evaluate`: the tiny Llama's packed versions beside their reference, in memory and layer by layer from
-disk.
-"""
+"""Tests of `evaluate`: quantized tiny Llamas and their reference, in memory and on disk."""
 
 import json
 import math
@@ -122,7 +120,7 @@ class Never:
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """Whatever is refused is refused before a model is loaded."""
+    """Makes loading fail, since bad input must raise before a model is loaded."""
     monkeypatch.setattr("hfq.evaluation.evaluate.load_model", lambda *_: Never().loaded)
 
 

@@ -1,4 +1,4 @@
-"""Perplexity against the probabilities of a model that is a table."""
+"""Tests of perplexity against the probabilities of a table model."""
 
 import math
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ VOCABULARY = 11
 
 
 class Bigram(torch.nn.Module):
-    """A causal model whose next token depends on the last one alone."""
+    """Causal model whose next token depends only on the last one."""
 
     def __init__(self, logits: torch.Tensor):
         super().__init__()
@@ -44,9 +44,7 @@ def probabilities(model: Bigram) -> list[list[float]]:
 
 
 def by_hand(model: Bigram, tokens: torch.Tensor, context: int, stride: int) -> float:
-    """exp of the mean of -log p(token | the one before) over every token that some window has context for,
-    once.
-    """
+    """Returns exp of the mean of -log p(token | previous token), each token with context once."""
     table, text = probabilities(model), tokens.tolist()
     begins = range(0, len(text) - context + 1, stride)
     scored = sorted({place for begin in begins for place in range(begin + 1, begin + context)})

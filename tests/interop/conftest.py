@@ -1,4 +1,4 @@
-"""A process in which other projects' readers load checkpoints without hfq."""
+"""Process in which readers of other projects load checkpoints without hfq."""
 
 import subprocess
 
@@ -9,7 +9,10 @@ from tests.support import programs
 
 @pytest.fixture(scope="module")
 def stock_digest(tmp_path_factory):
-    """stock_digest(path, flag="") → the digest of a stock load's logits; hfq is imported if the flag says so."""
+    """stock_digest(path, flag="") → digest of the logits in plain transformers.
+
+    The flag can request an import of hfq.
+    """
     environment, readers = programs.environment(GPTQMODEL_CPU_WORKERS="2"), {}
     errors = tmp_path_factory.mktemp("stock") / "stderr"
 

@@ -1,4 +1,4 @@
-"""The small models of the FMS benchmark, and further architectures, written by transformers' own classes."""
+"""Small models of the FMS benchmark, and further architectures written by transformers."""
 
 import json
 import re
@@ -80,7 +80,7 @@ OTHERS = {
 
 
 def write_other(folder: Path, name: str, format: str) -> Path:
-    """Writes a random model of one of `OTHERS`, its 2-D weights packed but for embeddings and the head."""
+    """Writes a random model of `OTHERS`. 2-D weights except embeddings and the head are quantized."""
     architecture, options = OTHERS[name]
     weight_format, quantization = FORMATS.get(format, (None, None))
     cls = getattr(transformers, architecture)

@@ -22,7 +22,7 @@ CONFIG = HfqConfig(kernel="reference")
 
 
 def held(model) -> int:
-    """The bytes of codes that a rank holds."""
+    """Returns the bytes of codes on a rank."""
     packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     return sum(module.onloaded_tensors()[module.weight_format.codes_name].nbytes for module in packed)
 

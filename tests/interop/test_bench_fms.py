@@ -1,6 +1,4 @@
-"""`python -m benchmarks fms`, with small models and workers in this process: complete, and consistent in
-itself.
-"""
+"""Tests of `python -m benchmarks fms`, with small models and workers in this process."""
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.peers
 
 
 class InProcess:
-    """Stands in for `worker_process.Worker`: the same questions, answered here."""
+    """Replacement of `worker_process.Worker` that answers in this process."""
 
     def __init__(self, module: str, **options: str) -> None:
         self._worker = FmsWorker(**options)
@@ -56,7 +54,7 @@ def test_the_report_has_every_loader(tmp_path, monkeypatch):
 
 
 def test_a_model_that_does_not_load_is_not_met():
-    """A loader that fails on a model, or on one of its ranks, has not got its logits."""
+    """A loader that fails on a model, or on one of its ranks, counts as wrong."""
     failed = {"error": "FormatError: of one rank"}
     assert fms._compared([{"logits": [1.0, 2.0]}, failed], torch.tensor([1.0, 2.0])) == failed
     assert fms._compared([{"logits": [3.0, 4.0]}, {"logits": [3.0, 5.25]}], torch.tensor([3.0, 4.0])) == {

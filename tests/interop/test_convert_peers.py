@@ -1,4 +1,4 @@
-"""Other projects' own readers take what `hfq convert` wrote for what it was converted from."""
+"""Tests that other projects' readers load converted checkpoints with equal weights."""
 
 import pytest
 import torch

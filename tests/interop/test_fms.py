@@ -1,5 +1,6 @@
-"""IBM's Foundation Model Stack on packed bytes: transformers' logits, through `hfq.fms.load` and through
-FMS's `get_model`.
+"""Tests of IBM's Foundation Model Stack on quantized weights, against transformers' logits.
+
+Models load through `hfq.fms.load` and through FMS's `get_model`.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def paths(folder) -> dict[tuple, Path]:
-    """The checkpoint of each (architecture, format, key heads), made when it is asked for."""
+    """Checkpoint of each (architecture, format, key heads), made on first use."""
 
     class Paths(dict):
         def __missing__(self, case: tuple) -> Path:
@@ -214,7 +215,7 @@ def test_biases_and_tied_heads(folder):
 
 @pytest.fixture(scope="module")
 def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
-    """The cases that two ranks share: path, the logits of one process, and the bytes of its codes."""
+    """Cases for two ranks: path, logits of one process, and bytes of its codes."""
     made = {identity(case): paths[case] for case in fms_models.PARITY}
     made["bias"] = fms_models.write(folder / "biases", "llama", "gptq-asym", 2, has_bias=True)
     made["one key head"] = fms_models.write(folder / "one", "granite", "fp8-block", 1)
@@ -231,7 +232,7 @@ def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
 
 @pytest.fixture(scope="module")
 def ranks(folder, shared) -> list[dict]:
-    """What both ranks of one launch found: all cases run in it."""
+    """Results of both ranks from one launch that runs all cases."""
     cases = {
         id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()
     }

@@ -1,4 +1,4 @@
-"""ggml's products, as `python -m benchmarks kernels` drives them, against float32's with the same weight."""
+"""Tests of ggml's products in `python -m benchmarks kernels`, against float32 products."""
 
 import importlib.util
 

@@ -1,6 +1,4 @@
-"""Other projects' own readers: they load what hfq saved as what they loaded before, and hfq's import changes
-nothing for them.
-"""
+"""Tests that other projects' readers load checkpoints saved by hfq, and ignore hfq's import."""
 
 import pytest
 import torch
@@ -85,7 +83,7 @@ def test_activations_are_quantized_as_compressed_tensors_does(path):
 
 @pytest.mark.parametrize("path", GPTQS, ids=identity)
 def test_gptqmodel_reads_the_weights_that_hfq_saved_from_disk(path, tmp_path):
-    """gptqmodel dequantizes in the dtype of the scales (F16): one rounding away from hfq's float32."""
+    """gptqmodel dequantizes in float16, one rounding away from hfq's float32."""
     from gptqmodel import BACKEND, GPTQModel
 
     from hfq.modules.linear import QuantizedLinear

@@ -1,5 +1,6 @@
-"""What `hfq.quantize` writes, in the stock reader of its dialect: the same weights, and the same logits
-within their rounding.
+"""Tests that plain readers load the output of `hfq.quantize` with equal weights.
+
+Logits are equal within the readers' rounding.
 """
 
 import pytest

@@ -1,6 +1,4 @@
-"""Checkpoints that other projects' own tools wrote, kept beside the repository where there are any: read,
-placed, saved.
-"""
+"""Tests of checkpoints from other projects' tools next to the repository, if present."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""`examples/quantize_tiny_gptq.py` with gptqmodel, on a little text: what it writes is GPTQ of the tiny
-Llama, and hfq reads it.
-"""
+"""Tests of `examples/quantize_tiny_gptq.py` with gptqmodel on a short text."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Raw reads read everything, the page cache is dropped, and its pages are counted."""
+"""Tests of raw reads, dropping the page cache, and counting cached pages."""
 
 import os
 

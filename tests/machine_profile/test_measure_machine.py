@@ -1,4 +1,4 @@
-"""`hfq profile-machine --quick`: a profile with every rate, which hfq plan reads."""
+"""Tests of `hfq profile-machine --quick`: a profile with every rate, which `hfq plan` reads."""
 
 import pytest
 from typer.testing import CliRunner

@@ -1,4 +1,4 @@
-"""Checkpoints of probe models: written once, reused, and replaced if damaged."""
+"""Tests of probe checkpoints: written once, reused, and replaced if damaged."""
 
 import shutil
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Workers: answers and nothing but answers, errors as answers, deaths as errors."""
+"""Tests of workers: answers only, with exceptions as answers, and dead workers as errors."""
 
 import pytest
 

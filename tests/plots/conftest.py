@@ -1,4 +1,4 @@
-"""Small results of every kind that `hfq plot` draws, as their JSON."""
+"""Small JSON results of every kind that `hfq plot` draws."""
 
 import copy
 import json
@@ -173,13 +173,13 @@ RESULTS = {
 
 @pytest.fixture
 def result():
-    """result(kind) → a copy of a result that a test may spoil."""
+    """result(kind) → a copy of a result that a test may change."""
     return lambda kind: copy.deepcopy(RESULTS[kind])
 
 
 @pytest.fixture
 def write(tmp_path):
-    """write(name, value) → a JSON file; text is written as it is."""
+    """write(name, value) → a JSON file. Text is written unchanged."""
 
     def write(name, value):
         file = tmp_path / f"{name}.json"

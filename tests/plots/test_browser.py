@@ -1,6 +1,4 @@
-"""The page in a real browser without a display: no message on its console, and no label over another or cut
-off.
-"""
+"""Tests of the page in a headless browser: no console messages, no overlapping or cut labels."""
 
 import glob
 import html
@@ -46,9 +44,7 @@ document.documentElement.dataset.texts = document.querySelectorAll("svg text").l
 
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory):
-    """browse(page, *options) → what a browser wrote to its standard output, and every message on the page's
-    console.
-    """
+    """browse(page, *options) → the browser's standard output, and all console messages of the page."""
     cached = glob.glob(os.path.expanduser("~/.cache/ms-playwright/chromium*/chrome-linux*/*"))
     known = [shutil.which(name) for name in NAMES] + [
         file for file in cached if file.endswith(("/chrome", "/headless_shell"))
@@ -80,7 +76,7 @@ def browse(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The page of what the documentation shows, and of every kind of plan."""
+    """Page with the documentation's examples and every kind of plan."""
     from tests.plots.conftest import BENCH, RESULTS
 
     folder = tmp_path_factory.mktemp("page")

@@ -1,4 +1,4 @@
-"""Names beside points: none over another, none over a point, none beyond the edge while there is room."""
+"""Tests of labels next to points: no overlap, and within the edges if there is room."""
 
 import random
 

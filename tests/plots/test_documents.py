@@ -1,4 +1,4 @@
-"""Files for `hfq plot`: every kind is known by its fields, and an error names the place of what is wrong."""
+"""Tests of files for `hfq plot`: kinds detected by fields, and errors that name the field."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What matplotlib makes of the pictures: PNG files, and SVG that stands in a page beside others."""
+"""Tests of drawings: PNG files, and SVG for a page with others."""
 
 import re
 import xml.etree.ElementTree as ElementTree

@@ -1,6 +1,4 @@
-"""The page: one file that asks for nothing, every picture with its words and its table, whatever the names
-are.
-"""
+"""Tests of the page: self-contained, with texts and tables for all pictures, and any names."""
 
 from html.parser import HTMLParser
 
@@ -13,7 +11,7 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Reader(HTMLParser):
-    """Every element with its attributes, and the text; fails where elements do not nest."""
+    """Parser that records elements with attributes and text, and fails on wrong nesting."""
 
     def __init__(self, page):
         super().__init__()

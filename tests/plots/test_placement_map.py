@@ -1,4 +1,4 @@
-"""The placement map's parts: modules of a layer are one, and the table says the same in fewer rows."""
+"""Tests of the placement map: one unit per layer, and merged rows in the table."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The timeline's arithmetic: which pass is shown, where spans lie, and what is counted once."""
+"""Tests of the timeline: the displayed pass, positions of spans, and times counted once."""
 
 import pytest
 

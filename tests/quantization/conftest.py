@@ -1,4 +1,4 @@
-"""One GPTQ run of the small trained model that several tests look at."""
+"""GPTQ run of the small trained model, for several tests."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def text() -> str:
 
 @pytest.fixture(scope="session")
 def tokens(text) -> list[torch.Tensor]:
-    """Calibration sequences; the rest of the text is for tests."""
+    """Calibration sequences. The rest of the text is for tests."""
     ids = torch.tensor(AutoTokenizer.from_pretrained(SOURCE)(text[:6000])["input_ids"])
     return list(ids[: SAMPLES * LENGTH].view(SAMPLES, LENGTH))
 
 
 @pytest.fixture(scope="session")
 def gptq(tmp_path_factory, tokens):
-    """(the folder, the report, what progress was told) of 4 bits in groups of 64."""
+    """(folder, report, progress reports) of a run with 4 bits in groups of 64."""
     seen = []
     folder = tmp_path_factory.mktemp("quantized") / "gptq"
     recipe = Recipe("gptq", bits=4, group_size=64)

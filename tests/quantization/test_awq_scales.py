@@ -1,6 +1,4 @@
-"""AWQ: better than rounding with the same grid where a few channels carry the signal, standard files, the
-same after a stop.
-"""
+"""Tests of AWQ: lower error than plain rounding, standard files, and equal bytes after a stop."""
 
 import json
 import math
@@ -30,9 +28,7 @@ READERS = {
 
 @pytest.fixture(scope="module")
 def outliers(tmp_path_factory):
-    """The trained model with four channels 32 times larger after each norm, and weights that make good for
-    it, exactly.
-    """
+    """Trained model with four channels 32 times larger after each norm, compensated in the weights."""
     folder, tensors = tmp_path_factory.mktemp("outliers") / "floats", dict(tiny_models.stored_tensors(SOURCE))
     shutil.copytree(SOURCE, folder)
     (folder / "model.safetensors").unlink()
@@ -50,7 +46,7 @@ def outliers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def awq(outliers, tmp_path_factory, tokens):
-    """(the folder, the report) of a run that was stopped after two blocks, and of one that was not."""
+    """(folder, report) of a run stopped after two decoder layers, and of one that was not."""
 
     class Stopped(Exception):
         pass

@@ -1,6 +1,4 @@
-"""Recovery: the error of every block falls, text that was not seen is predicted better, and the codes stay
-what they were.
-"""
+"""Tests of distillation: lower errors, better prediction of unseen text, and equal codes."""
 
 import pytest
 import torch
@@ -26,9 +24,7 @@ ROUNDED = {"method": "rtn", "bits": 2, "group_size": 64, "sym": False}
 
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory, tokens):
-    """The folder with a run that was stopped after two blocks, one that was not and one without recovery; and
-    the report.
-    """
+    """Folder of a stopped run, an uninterrupted one, and one without distillation; and the report."""
 
     class Stopped(Exception):
         pass

@@ -1,6 +1,4 @@
-"""The driver: what it writes is a standard checkpoint of the quantized model, whole, the same after a kill,
-and read by all.
-"""
+"""Tests of the driver: standard checkpoints, complete, equal after a kill, readable by all."""
 
 import hashlib
 import json
@@ -75,7 +73,7 @@ def test_it_computes_the_same_in_every_placement_and_close_to_the_floats(gptq, t
 
 
 def test_every_layer_is_better_than_rounding_to_nearest(gptq, tokens, tmp_path):
-    """Of the first block, whose inputs are those of the float model."""
+    """Compares the first decoder layer, whose inputs are those of the float model."""
     nearest = hfq.quantize(SOURCE, Recipe("rtn", group_size=64), output_dir=tmp_path / "rtn")
     assert all(layer.method == "rtn" and layer.tokens is None for layer in nearest.layers)
     models = [load(path).model for path in (SOURCE, gptq[0], tmp_path / "rtn")]

@@ -1,6 +1,4 @@
-"""Other architectures than Llama: blocks with biases, Conv1D, layers of two kinds of attention, and mixtures
-of experts.
-"""
+"""Tests of other architectures: biases, Conv1D, two kinds of attention, and mixtures of experts."""
 
 import pytest
 import torch

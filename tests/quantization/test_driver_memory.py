@@ -1,5 +1,6 @@
-"""Memory: nothing of a layer is whole in floats, and the peak of a process is one block, activations and 400
-MiB.
+"""Tests of memory: no whole layer in floats, and a bounded peak.
+
+The bound is one decoder layer, the activations, and 400 MiB.
 """
 
 import json
@@ -112,7 +113,7 @@ def test_the_bound_is_one_block_in_float32_activations_and_a_constant():
 
 @pytest.mark.slow
 def test_the_peak_is_one_block_activations_and_400_mib(tmp_path):
-    """Of a model of 300 MB, whose weights in float32 would take more than half as much again."""
+    """Uses a model of 300 MB, whose float32 weights would exceed the bound by more than half."""
     path = make_checkpoint(tmp_path, architecture_of_size(3e8), "bf16")
     for recipe in ({"method": "fp8"}, {"method": "gptq", "bits": 4, "group_size": 128}):
         found = measure_memory(path, tmp_path, recipe, threads=1)

@@ -1,4 +1,4 @@
-"""Bad input of `hfq.quantize`: each an `HfqError` that names it, and nothing under the final name."""
+"""Tests of bad input of `hfq.quantize`: each raises an `HfqError`, and no output folder exists."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ def refused(error, named, target, *arguments, **options):
 
 
 def made(folder, change=lambda tensors: None):
-    """A random model of floats, changed."""
+    """A modified random float model."""
     tensors = tiny_models.onloaded_tensors(FORMATS["dense"]())
     change(tensors)
     return tiny_models.write_model(folder, tensors, None)

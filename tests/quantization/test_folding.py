@@ -1,6 +1,4 @@
-"""Which module takes a scale: found by structure in blocks of many kinds, and the block computes what it
-did.
-"""
+"""Tests of finding modules that absorb a scale, without a change of the outputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""GPTQ against a plain implementation of the paper, against exact OBQ, and against its own promises."""
+"""Tests of GPTQ against a plain implementation of the paper and exact OBQ."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def test_it_is_the_paper_s_algorithm(layer, options):
 
 
 def test_it_is_obq_in_obq_s_order(layer):
-    """Row by row, with the order that exact OBQ takes, GPTQ chooses OBQ's codes."""
+    """With the order of exact OBQ, GPTQ chooses OBQ's codes row by row."""
     recipe = Recipe(group_size=-1, clip_search=False)
     weight_format = recipe.weight_format([(1, COLUMNS)])
     hessian = layer[1].double() + torch.eye(COLUMNS) * layer[1].diagonal().mean() * 0.05

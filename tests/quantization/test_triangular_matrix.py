@@ -1,4 +1,4 @@
-"""The lower half of a matrix: its operations are those on the whole one, over several panels."""
+"""Tests of triangular matrices over several panels, against operations on whole matrices."""
 
 import pytest
 import torch

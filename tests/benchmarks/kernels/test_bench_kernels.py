@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels`: what is measured, and how ratios are taken; not how long anything takes."""
+"""Tests of `python -m benchmarks kernels`: measured methods and ratios, without timing."""
 
 import pytest
 import torch

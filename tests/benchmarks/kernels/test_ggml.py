@@ -1,4 +1,7 @@
-"""Where ggml's library is looked for, and what the report says of it; its products are in tests/interop."""
+"""Tests of finding ggml's library, and of its description in the report.
+
+Its products are tested in tests/interop.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The load benchmark, with small checkpoints and workers in this process: complete, and consistent in
-itself.
-"""
+"""Tests of the load benchmark, with small checkpoints and workers in this process."""
 
 import pytest
 
@@ -19,7 +17,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def small_bench(monkeypatch, in_process):
-    """`bench_load` of one format and a small model, in this process."""
+    """Runs `bench_load` for one format and a small model in this process."""
 
     def prepare(worker, weights, loaders):
         monkeypatch.setattr(load, "FORMATS", (weights,))

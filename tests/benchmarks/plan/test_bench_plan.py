@@ -1,5 +1,4 @@
-"""`python -m benchmarks plan`: planned bytes are measured bytes in every placement, and the table that says
-how predictions fare."""
+"""Tests of `python -m benchmarks plan`: planned bytes equal measured bytes in every placement."""
 
 import pytest
 

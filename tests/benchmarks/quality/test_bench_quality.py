@@ -1,5 +1,4 @@
-"""`python -m benchmarks quality`: what is measured of a model, the orderings that are held, and the page that
-is committed."""
+"""Tests of `python -m benchmarks quality`: measurements, orderings, and the committed page."""
 
 import json
 from pathlib import Path
@@ -155,7 +154,7 @@ def test_a_text_that_was_damaged_since_is_named(tmp_path):
     Corpus.make(tmp_path, 300, is_small=True)
     (file,) = tmp_path.rglob("tokens.safetensors")
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="delete this folder"):
+    with pytest.raises(CheckpointError, match="Delete this folder"):
         Corpus.make(tmp_path, 300, is_small=True)
 
 

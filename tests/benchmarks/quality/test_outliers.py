@@ -1,4 +1,4 @@
-"""Outlier features: the model computes the same, its activations do not look the same."""
+"""Tests of outlier features: equal outputs, different activations."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def made(family):
 
 
 def seen(model, layer):
-    """The logits, and the largest magnitude of each channel that reaches a layer."""
+    """Returns the logits, and the largest magnitude of each input channel of a layer."""
     found = []
     hook = (
         model.get_decoder()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks quantize`: what it asks of its process, and what it makes of the answers."""
+"""Tests of `python -m benchmarks quantize`: questions to its process, and use of the answers."""
 
 import torch
 from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""The stream benchmark: what a round measures, and what the report makes of records that are made up."""
+"""Tests of the stream benchmark: a round's measurements, and the report of invented records."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SMALL = Architecture(128, 1)
 
 
 class Answering:
-    """A worker that knows every answer, but for one mover."""
+    """Worker that answers every question, except for one contender."""
 
     asked: list = []
 

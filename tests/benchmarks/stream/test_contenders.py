@@ -1,5 +1,4 @@
-"""What moves layers: each one hands every byte of them over, and the stand-in for compute leaves nothing
-behind."""
+"""Tests of contenders: each onloads every byte, and simulated compute leaves nothing behind."""
 
 import time
 
@@ -25,7 +24,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture
 def touched(monkeypatch):
-    """The bytes of every tensor that a layer's part reads, by whether they are there."""
+    """Returns the bytes of every tensor that a module of a layer reads, by presence."""
     found = []
 
     def count(tensors):

@@ -1,6 +1,4 @@
-"""What the makers share: tiny random models, a tokenizer, and the reference logits of exactly dequantized
-weights.
-"""
+"""Shared code of the makers: random models, a tokenizer, and reference logits."""
 
 import contextlib
 import json
@@ -109,9 +107,7 @@ Edit = Callable[[torch.nn.Module], None]
 
 
 def build(kind: str, edit: Edit | None = None, **changes):
-    """A bfloat16 model with random weights; biases and norms too are random, else nobody would miss a lost
-    bias.
-    """
+    """Returns a random bfloat16 model. Random biases and norms reveal lost ones."""
     config = AutoConfig.for_model(**{**CONFIGS[kind], **changes})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -125,7 +121,7 @@ def build(kind: str, edit: Edit | None = None, **changes):
 
 
 def some_rows_positive(model) -> None:
-    """Every eighth output row of some projections gets positive weights only: zero-points of 0."""
+    """Makes every eighth row of some projections positive, so that zero points of 0 occur."""
     for name, parameter in model.named_parameters():
         if re.search(r"[qk]_proj\.weight$|down_proj(\.weight)?$", name):
             parameter[..., ::8, :] = parameter[..., ::8, :].abs() + 0.01
@@ -143,7 +139,7 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def save_dense(folder: Path, kind: str, edit: Edit | None = None, **changes) -> Path:
-    """The folder of a dense model, as a peer's quantizer loads it."""
+    """Saves an unquantized model as a peer's quantizer loads it, and returns the folder."""
     build(kind, edit, **changes).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
@@ -156,13 +152,13 @@ def calibration(rows: int = 8, length: int = 48) -> list[dict[str, list[int]]]:
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every shard."""
+    """Returns the tensors of all shards."""
     paths = (path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("reference"))
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
 def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """The stored tensors, grouped: {module: {local name: tensor}}."""
+    """Returns the stored tensors as {module: {local name: tensor}}."""
     modules: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, local = name.rpartition(".")
@@ -175,12 +171,12 @@ def quantization_config(folder: Path) -> dict:
 
 
 def is_gpt2(folder: Path) -> bool:
-    """Whether the linear layers of the dense model are [in, out]."""
+    """True if the linear layers of the unquantized model are [in, out]."""
     return json.loads((folder / "config.json").read_text())["model_type"] == "gpt2"
 
 
 def _plain_name(name: str) -> str:
-    """Mixtral's expert names differ between checkpoints; these are the names of the other models."""
+    """Returns Mixtral's expert names in the form of the other models."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
     return re.sub(r"\.w([123])\.weight$", lambda match: f".{_MIXTRAL_NAMES[match[1]]}.weight", name)
 
@@ -205,9 +201,7 @@ def _parameter(name: str, weights: dict[str, torch.Tensor], interleaved: bool) -
 
 
 def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: str | None = None) -> None:
-    """Writes the float32 logits of a plain transformers model that holds `weights`, each of which it must
-    take.
-    """
+    """Writes the float32 logits of a plain transformers model with exactly these `weights`."""
     config = json.loads((folder / "config.json").read_text())
     config = AutoConfig.for_model(
         **{key: value for key, value in config.items() if key != "quantization_config"}
@@ -233,9 +227,7 @@ def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: s
 
 
 def run(output: Path, makers: dict[str, Callable[[Path], None]]) -> None:
-    """Makes each checkpoint, and says what could not be made and why; the peers' logs stay out of the current
-    folder.
-    """
+    """Makes each checkpoint and prints failures. The peers' logs stay out of the current folder."""
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():

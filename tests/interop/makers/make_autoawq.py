@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 
 def import_autoawq() -> None:
-    """Puts packages without their `__init__` in place; what is below them imports as usual."""
+    """Registers packages without running their `__init__`. Their submodules import normally."""
     root = Path(next(iter(importlib.util.find_spec("awq").submodule_search_locations)))
     for name in ("awq", "awq.modules", "awq.modules.linear"):
         package = types.ModuleType(name)
@@ -43,9 +43,7 @@ NO_UNPACKER = (
 
 
 def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [out, in], scales and zeros [out, groups], with the arithmetic of autoawq's
-    `pseudo_quantize_tensor`.
-    """
+    """Returns codes [out, in], scales, and zeros [out, groups], as `pseudo_quantize_tensor` does."""
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=2), grouped.amax(dim=2)
     scales = ((high - low).clamp(min=1e-5) / 15).half().float()
@@ -57,7 +55,7 @@ def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None, version: str, group: int
 ) -> tuple[dict, torch.Tensor]:
-    """The tensors that autoawq's packer makes of the weight, and the exact weight that they stand for."""
+    """Returns the tensors from autoawq's packer, and the exact weight that they represent."""
     group = weight.shape[1] if group == -1 else group
     codes, scales, zeros = quantize(weight, group)
     exact = ((codes.reshape(*scales.shape, group) - zeros[..., None]) * scales[..., None]).reshape(
@@ -79,7 +77,7 @@ def pack(
 
 
 def check_codes(tensors: dict[str, torch.Tensor], exact: torch.Tensor, version: str, group: int) -> None:
-    """The one layout that autoawq itself can unpack on a CPU gives the exact weight back."""
+    """Checks that autoawq unpacks the exact weight, for its only layout that works on a CPU."""
     if version == "gemm":
         found = dequantize_gemm(
             tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), 4, group
@@ -88,7 +86,7 @@ def check_codes(tensors: dict[str, torch.Tensor], exact: torch.Tensor, version: 
 
 
 def is_quantized(name: str, router: bool = False) -> bool:
-    """autoawq packs every linear layer of a block; it leaves out the routers of Mixtral only."""
+    """Returns the layers that autoawq quantizes: all linear layers except Mixtral's routers."""
     kept = r"norm\.weight$" if router else r"norm\.weight$|\.gate\.weight$"
     return ".layers." in name and name.endswith(".weight") and not re.search(kept, name)
 
@@ -96,7 +94,7 @@ def is_quantized(name: str, router: bool = False) -> bool:
 def make(
     folder: Path, kind: str = "llama", version: str = "gemm", group: int = 64, router: bool = False, **changes
 ):
-    """autoawq works on float16 models, and so is what it does not pack."""
+    """Converts unquantized tensors to float16, since autoawq works on float16 models."""
     common.save_dense(folder, kind, **changes)
     dense = {name: tensor.half() for name, tensor in common.stored_tensors(folder).items()}
     stored, weights = dict(dense), dict(dense)
@@ -115,7 +113,7 @@ def make(
 
 
 def quantization_config(version: str, group: int, kept: str | None) -> dict:
-    """What autoawq's `AwqConfig.to_transformers_dict` writes."""
+    """Returns the output of autoawq's `AwqConfig.to_transformers_dict`."""
     return {
         "quant_method": "awq",
         "zero_point": True,

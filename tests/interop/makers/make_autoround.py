@@ -66,7 +66,7 @@ def by_awq(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def by_layer(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
-    """AutoRound's own quantized layer for this scheme, holding these tensors."""
+    """Returns AutoRound's own quantized layer for this scheme with these tensors."""
     weight = parts.get("weight_packed", parts.get("weight"))
     columns = weight.shape[1] * (2 if "weight_packed" in parts else 1)
     config = preset_name_to_scheme(scheme)
@@ -88,7 +88,7 @@ def by_fp8(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def by_integers(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
-    """The exports whose integers compressed-tensors packs."""
+    """True for exports whose integers compressed-tensors packs."""
     codes = parts.get("weight")
     if codes is None:
         shape = torch.Size(parts["weight_shape"].tolist())
@@ -125,7 +125,7 @@ def dequantize(tensors: dict[str, torch.Tensor], scheme: str, awq: bool) -> dict
 
 
 def as_on_the_hub(dense: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """AutoRound gives the projections of Mixtral's experts other names."""
+    """Returns AutoRound's names for the projections of Mixtral's experts."""
     if kind != "mixtral":
         return dense
     names = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}

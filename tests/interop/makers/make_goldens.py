@@ -32,7 +32,7 @@ Golden = tuple[dict[str, torch.Tensor], torch.Tensor, dict]  # stored tensors, w
 
 
 def from_maker(maker, dequantize: Callable[[Path, dict, dict], torch.Tensor]) -> Golden:
-    """A golden cut out of a checkpoint that the peer writes of a model with one tiny layer."""
+    """Extracts a golden from a peer's checkpoint of a model with one tiny layer."""
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         maker.prepare(Path(temporary))
         maker(Path(temporary) / "packed")
@@ -106,9 +106,7 @@ PEERS = {"gptqmodel": of_gptqmodel, "llmcompressor": of_llmcompressor, "autoawq"
 
 
 def short(config):
-    """The config without what is long and says nothing about the tensors: empty values, settings of
-    gptqmodel's run.
-    """
+    """Drops long config values without information on tensors: empty values, gptqmodel's run settings."""
     if not isinstance(config, dict):
         return config
     kept = {

@@ -27,7 +27,7 @@ MOE_LAYOUTS = {"sym": {}, "asym-v2": {"sym": False, "format": "gptq_v2"}}
 
 
 def dequantize_gptq(tensors: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
-    """[out, in] in float32, by gptqmodel's own module."""
+    """Returns the weight [out, in] in float32, from gptqmodel's own module."""
     rows, out_features = tensors["qweight"].shape
     in_features = tensors["g_idx"].numel()
     linear = TorchLinear(
@@ -67,7 +67,7 @@ DEQUANTIZE = {"gptq": dequantize_gptq, "awq": dequantize_awq, "fp8": dequantize_
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
-    """Every weight of the checkpoint under the name that the dense model has for it."""
+    """Returns every weight of the checkpoint under its name in the unquantized model."""
     config = common.quantization_config(folder)
     transposed = common.is_gpt2(folder)
     weights = {}
@@ -82,7 +82,7 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Maker:
-    """One checkpoint to make: `prepare` saves the dense model, calling quantizes it."""
+    """One checkpoint to make. `prepare` saves the unquantized model, and a call quantizes it."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ def check_zeros(folder: Path) -> None:
 
 
 def gptq(**options):
-    """A maker of GPTQ configs; gptqmodel changes the config it gets."""
+    """Returns a function that makes GPTQ configs, because gptqmodel changes its config."""
     if options.get("group_size") == -1:
         options["act_group_aware"] = False
     return lambda: QuantizeConfig(**{"bits": 4, "group_size": 32, "offload_to_disk": False, **options})

@@ -18,7 +18,7 @@ FLAGS = ("W_q", "bias", "offload_meta", "encoded_state_dict", "stores_quant_conf
 
 
 def dequantize(parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One module's float32 weight, by hqq."""
+    """Returns one module's float32 weight, dequantized by hqq."""
     meta = {
         name: decode_safetensor_type(value, _META_TYPE[name])
         for name, value in parts.items()

@@ -34,7 +34,7 @@ PACKED_FLOAT4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 def dequantize_module(tensors: dict[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:
-    """[out, in] in float32, by the peer's own functions on float32 scales."""
+    """Returns the weight [out, in] in float32, by the peer's functions on float32 scales."""
     scale = tensors["weight_scale"]
     scale = (decompress_mx_scale(scale) if scale.dtype == torch.uint8 else scale).float()
     layout = scheme.format if isinstance(scheme.format, str) else scheme.format.value
@@ -50,7 +50,7 @@ def dequantize_module(tensors: dict[str, torch.Tensor], scheme: QuantizationSche
 
 
 def dequantized(folder: Path, schemes: dict[str, QuantizationScheme]) -> dict[str, torch.Tensor]:
-    """Every weight of the checkpoint under the name that the dense model has for it."""
+    """Returns every weight of the checkpoint under its name in the unquantized model."""
     weights = {}
     for module, tensors in common.by_module(common.stored_tensors(folder)).items():
         if "weight_scale" in tensors:
@@ -73,7 +73,7 @@ def forget_image_processors() -> None:
 
 
 class Maker:
-    """One checkpoint to make: `prepare` saves the dense model, calling quantizes it."""
+    """One checkpoint to make. `prepare` saves the unquantized model, and a call quantizes it."""
 
     def __init__(self, recipe, kind: str = "llama", shard: str | None = None, data: bool = False, **changes):
         self.recipe, self.kind, self.data, self.changes = recipe, kind, data, changes
@@ -113,7 +113,7 @@ def preset(name: str, targets=("Linear",), ignore=(), **options):
 
 
 def groups(*schemes, modifier=QuantizationModifier, **options):
-    """A maker of recipes with these groups."""
+    """Returns a function that makes recipes with these groups."""
 
     def recipe():
         found = {f"group_{index}": scheme() for index, scheme in enumerate(schemes)}

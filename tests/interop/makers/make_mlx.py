@@ -22,7 +22,7 @@ MODES = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
 
 
 def dequantize(parts: dict[str, torch.Tensor], options: dict) -> torch.Tensor:
-    """One module's float32 weight, by MLX: [out, in], or [experts, out, in]."""
+    """Returns one module's float32 weight from MLX: [out, in], or [experts, out, in]."""
     mode = options.get("mode", "affine")
     words = mx.array(parts["weight"].numpy())
     if mode == "affine":
@@ -82,7 +82,7 @@ def make(
 
 
 def mixed(path: str, _module) -> bool | dict:
-    """As mlx-lm's own recipes: more bits for some layers."""
+    """Uses more bits for some layers, like mlx-lm's own recipes."""
     return {"group_size": 32, "bits": 6} if re.search(r"down_proj|lm_head", path) else True
 
 

@@ -35,7 +35,7 @@ DTYPE = re.compile(r'("dtype": \{"_type": "torch.dtype", "_data": )"\w+"')
 
 
 def schema(folder: Path) -> dict[str, str]:
-    """The metadata of all shards together, as transformers puts it together."""
+    """Returns the metadata of all shards, merged as in transformers."""
     found, names = {}, []
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "pt") as stream:
@@ -59,7 +59,7 @@ def dequantize(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> di
 
 
 def probe(quant_type) -> None:
-    """Raises torchao's own error where it cannot quantize here; transformers would hide it in a report."""
+    """Raises torchao's own error if it cannot quantize here. transformers would hide it in a report."""
     if not isinstance(quant_type, FqnToConfig):
         quantize_(torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16)), quant_type)
 

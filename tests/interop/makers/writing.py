@@ -77,7 +77,7 @@ _OWN = {
 
 
 def build(kind: str = "llama", **overrides) -> torch.nn.Module:
-    """A bfloat16 model of this type; its biases and norms are random too."""
+    """Returns a bfloat16 model of this type, with random biases and norms too."""
     torch.manual_seed(7)
     config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN.get(kind, {}), **overrides})
     config.dtype = torch.bfloat16
@@ -91,7 +91,7 @@ def build(kind: str = "llama", **overrides) -> torch.nn.Module:
 
 
 def save_dense(model, folder: Path) -> Path:
-    """The dense checkpoint, with a tokenizer, that peers quantize from."""
+    """Saves the unquantized checkpoint, with a tokenizer, that peers quantize."""
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
@@ -110,7 +110,7 @@ def tokens() -> torch.Tensor:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint in a folder, over all shards."""
+    """Returns all tensors of the checkpoint in a folder, from all shards."""
     found = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         if not file.name.startswith("reference"):
@@ -119,7 +119,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], quantization_config: dict) -> None:
-    """Writes a checkpoint by hand into the folder of a dense one."""
+    """Writes a hand-made checkpoint into the folder of an unquantized one."""
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         folder / "model.safetensors",
@@ -137,9 +137,7 @@ def logits(model) -> torch.Tensor:
 
 
 def dense_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The logits of the plain model described in `folder` that holds these dense tensors, all of it in
-    float32.
-    """
+    """Returns the float32 logits of the plain model in `folder` with these unquantized tensors."""
     with tempfile.TemporaryDirectory() as temporary:
         config = json.loads((folder / "config.json").read_text())
         config.pop("quantization_config", None)
@@ -162,9 +160,7 @@ def dense_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def write_reference(folder: Path, tensors: dict[str, torch.Tensor], method: str) -> torch.Tensor:
-    """Writes reference_weightonly.safetensors from the dequantized checkpoint; `method` says who dequantized
-    and how.
-    """
+    """Writes reference_weightonly.safetensors. `method` names the dequantizing tool and function."""
     expected = dense_logits(folder, tensors)
     assert torch.isfinite(expected).all()
     result = {"input_ids": tokens(), "logits_fp32_weightonly": expected}
@@ -173,9 +169,7 @@ def write_reference(folder: Path, tensors: dict[str, torch.Tensor], method: str)
 
 
 def stock_error(folder: Path, expected: torch.Tensor) -> str:
-    """How far the logits of an ordinary load by transformers are from the reference, in words; never
-    raises.
-    """
+    """Describes how far the logits of plain transformers are from the reference. Never raises."""
     try:
         found = logits(AutoModelForCausalLM.from_pretrained(folder))
     except Exception as error:
@@ -184,7 +178,7 @@ def stock_error(folder: Path, expected: torch.Tensor) -> str:
 
 
 def run_all(peer: str, makers: dict[str, Callable[[Path], object]]) -> None:
-    """Makes each checkpoint that the command line asks for; what cannot be made is said and skipped."""
+    """Makes each requested checkpoint. Failures are printed and skipped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
     parser.add_argument("--only", help="a part of the names wanted")

@@ -1,4 +1,4 @@
-"""Codebooks: the worked k-means example, the fixed tables, and nearest entries by brute force."""
+"""Tests of codebooks: a worked k-means example, fixed tables, and nearest entries by brute force."""
 
 import pytest
 import torch

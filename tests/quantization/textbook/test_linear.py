@@ -1,4 +1,4 @@
-"""Affine quantization on the worked examples of the lecture material, and its bounds on random matrices."""
+"""Tests of affine quantization: worked examples of the lecture material, and bounds."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_absmax_to_two_bits(strategy, error):
 
 
 def test_the_printed_errors_are_not_those_of_the_printed_matrix():
-    """An erratum: one entry is printed as 1.98, and the errors are those of 1.48."""
+    """Erratum: one entry is printed as 1.98, but the errors are those of 1.48."""
     printed = WEIGHT.clone()
     printed[0, 2] = 1.98
     errors = [

@@ -1,4 +1,4 @@
-"""LLM.int8(): exact products of codes, and the order of its published table when features are outliers."""
+"""Tests of LLM.int8(): exact products of codes, and the order of the published table."""
 
 import pytest
 import torch
