@@ -1,5 +1,6 @@
-"""Fine-tune a packed model with LoRA and transformers' Trainer: a causal language model, or a classifier of
-texts.
+"""Fine-tune a quantized model with LoRA and transformers' Trainer.
+
+The model is a causal language model or a text classifier.
 
 python examples/finetune_lora.py --do_train --do_eval --max_steps 20
 python examples/finetune_lora.py --task classification --data LABELS_AND_TEXTS.tsv --do_train --do_eval

@@ -301,7 +301,7 @@ def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None)
             if number >= 3 and slowest[key] > SLOW_SECONDS:
                 continue
             if flush is not None:
-                # read, as a model's other layers are: what was written would go to memory beside the call
+                # read, like a model's other layers: written data would go to memory during the call
                 flush.sum()
             method, started = by_key[key], time.perf_counter()
             method.run()

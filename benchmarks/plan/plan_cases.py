@@ -68,7 +68,7 @@ def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PL
 
 
 def measure_devices(model: Any) -> dict[str, int]:
-    """Returns {`cpu`, `disk`, `buffer`: bytes} of a loaded model.
+    """Returns {`cpu`, `disk`, `ring`: bytes} of a loaded model.
 
     These are tensors in memory, tensors that stay in files, and the offload buffer.
     """

@@ -15,8 +15,8 @@ __all__ = ["bytes_apart", "plan_report"]
 
 MOST_BYTES_APART, MOST_SECONDS_APART = 0.02, 0.25
 
-_NOTE = """Bytes of each home as planned from headers and as measured in the loaded model: tensors in memory, tensors that stay in
-files, the ring; under ZeRO-3 the shards of packed rows and of all else on the fullest rank. One token a step behind a short context,
+_NOTE = """Bytes on each device as planned from headers and as measured in the loaded model: tensors in memory, tensors that stay in
+files, and the offload buffer. Under ZeRO-3 the shards of flat buffers and of all other parameters on the fullest rank. One token a step behind a short context,
 batch 1. Predicted over achieved is that of tokens/s, taken within a round: below 1 the machine was faster than predicted."""
 
 
@@ -72,7 +72,7 @@ def _targets(records: list[Record]) -> list[Target]:
     worst = max((bytes_apart(record) for record in records), default=None)
     near = [abs(_ratio(record) - 1) <= MOST_SECONDS_APART for record in records]
     return [
-        Target("largest difference of planned and measured bytes in any home", worst, MOST_BYTES_APART),
+        Target("largest difference of planned and measured bytes on any device", worst, MOST_BYTES_APART),
         Target(
             f"share of placements whose tokens/s are within {MOST_SECONDS_APART:.0%} of the predicted ones",
             sum(near) / len(near) if near else None,

@@ -122,7 +122,7 @@ def _quality_tables(records: list[Record]) -> list[Table]:
                 )
         note = (
             f"Groups of 128, symmetric; the floats have {floats['perplexity']:.3f}. Each calibration set "
-            f"was drawn anew."
+            f"was drawn independently."
         )
         tables.append(Table(f"Perplexity of {model}", note, ("bits", "tool", "median", "each set"), rows))
     return tables

@@ -19,7 +19,7 @@ _MOVERS = (OWN, BUFFERED, PLAIN, HOOKS)
 _NOTE = f"""Every forward starts from a cold page cache (posix_fadvise); all layers are on disk; embedding, norm and head are in
 memory. Each layer reads one byte of every page of its weights. What had been read ahead before the clock started is not counted.
 
-- {OWN}: direct reads, which `stream="auto"` takes for a model that memory does not hold.
+- {OWN}: direct reads, which `disk_io="auto"` chooses for a model that does not fit in memory.
 - {BUFFERED}: reads through the page cache.
 - {PLAIN}: transformers and accelerate as they are, where they take the checkpoint; on a CPU they dequantize FP8 while loading, and
   offload bfloat16.

@@ -52,7 +52,7 @@ def test_json_is_printed_and_files_are_written(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["laod"], "'load'"),
-        (["load", "--ranks", "2"], "load does not take --ranks"),
+        (["load", "--ranks", "2"], "load does not accept --ranks"),
         (["kernels", "--shape", "MoE exprt"], "'MoE expert'"),
         (["quantize", "--threads", "1", "--threads", "2"], "one number of threads"),
     ],

@@ -113,7 +113,7 @@ def test_the_bound_is_one_block_in_float32_activations_and_a_constant():
 
 @pytest.mark.slow
 def test_the_peak_is_one_block_activations_and_400_mib(tmp_path):
-    """Uses a model of 300 MB, whose float32 weights would exceed the bound by more than half."""
+    """Quantizes a model of 300 MB, whose float32 weights alone would need 600 MB."""
     path = make_checkpoint(tmp_path, architecture_of_size(3e8), "bf16")
     for recipe in ({"method": "fp8"}, {"method": "gptq", "bits": 4, "group_size": 128}):
         found = measure_memory(path, tmp_path, recipe, threads=1)

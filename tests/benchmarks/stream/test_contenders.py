@@ -24,7 +24,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture
 def touched(monkeypatch):
-    """Returns the bytes of every tensor that a module of a layer reads, by presence."""
+    """Bytes of every tensor in memory that a layer's modules read."""
     found = []
 
     def count(tensors):

@@ -86,7 +86,7 @@ def check_codes(tensors: dict[str, torch.Tensor], exact: torch.Tensor, version: 
 
 
 def is_quantized(name: str, router: bool = False) -> bool:
-    """Returns the layers that autoawq quantizes: all linear layers except Mixtral's routers."""
+    """True if autoawq quantizes this weight. It quantizes all linear layers but Mixtral's routers."""
     kept = r"norm\.weight$" if router else r"norm\.weight$|\.gate\.weight$"
     return ".layers." in name and name.endswith(".weight") and not re.search(kept, name)
 
@@ -94,7 +94,7 @@ def is_quantized(name: str, router: bool = False) -> bool:
 def make(
     folder: Path, kind: str = "llama", version: str = "gemm", group: int = 64, router: bool = False, **changes
 ):
-    """Converts unquantized tensors to float16, since autoawq works on float16 models."""
+    """Makes a checkpoint. Unquantized tensors are float16, since autoawq works on float16 models."""
     common.save_dense(folder, kind, **changes)
     dense = {name: tensor.half() for name, tensor in common.stored_tensors(folder).items()}
     stored, weights = dict(dense), dict(dense)

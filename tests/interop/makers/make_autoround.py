@@ -88,7 +88,7 @@ def by_fp8(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def by_integers(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
-    """True for exports whose integers compressed-tensors packs."""
+    """Returns the weight of an export whose integers compressed-tensors packs."""
     codes = parts.get("weight")
     if codes is None:
         shape = torch.Size(parts["weight_shape"].tolist())
@@ -125,7 +125,7 @@ def dequantize(tensors: dict[str, torch.Tensor], scheme: str, awq: bool) -> dict
 
 
 def as_on_the_hub(dense: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Returns AutoRound's names for the projections of Mixtral's experts."""
+    """Renames the projections of Mixtral's experts as AutoRound does."""
     if kind != "mixtral":
         return dense
     names = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
