@@ -3,8 +3,8 @@ processes.
 
 torchrun --nproc_per_node 2 examples/07_pipeline.py tests/data/tiny-llama-gptq --batch 4 --micro-batches 4
 
-For causal models whose base model takes `inputs_embeds`, runs `layers` and ends in `norm`, such as Llama, Mistral,
-Qwen, and Mixtral.
+For causal models whose base model takes `inputs_embeds`, runs `layers` and ends in `norm`, such as Llama,
+Mistral, Qwen, and Mixtral.
 """
 
 import argparse

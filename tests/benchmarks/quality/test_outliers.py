@@ -67,7 +67,7 @@ def test_no_outliers_change_nothing_and_the_model_itself_never_changes():
 
 
 def test_a_shift_needs_norms_with_biases():
-    with pytest.raises(SetupError, match="a gain alone"):
+    with pytest.raises(SetupError, match="only a gain"):
         with_outliers(made("llama"), Outliers(4, 9))
 
 
