@@ -26,7 +26,7 @@ def test_a_file_that_holds_nothing_to_draw_is_an_error(tmp_path):
     file.write_text("[]")
     done = run(file, "--output-dir", tmp_path / "out")
     assert done.exit_code == 1
-    assert "nothing that hfq plot can draw" in str(done.exception)
+    assert "no result that hfq plot can draw" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 
