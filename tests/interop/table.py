@@ -51,7 +51,7 @@ def row(folder: Path) -> dict:
     """What the table says of one checkpoint.
 
     Raises:
-        HfqError: hfq refuses it.
+        HfqError: hfq cannot load it.
     """
     reference = load_file(folder / "reference_weightonly.safetensors")
     tokens, expected = reference["input_ids"], reference["logits_fp32_weightonly"]

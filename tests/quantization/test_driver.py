@@ -108,7 +108,7 @@ def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
     ]
     found, reference = digests(tmp_path / "fp8"), digests(tiny_models.DATA / "tiny-llama-fp8")
     same = [name for name in reference if found.get(name) == reference[name]]
-    assert len(same) == len(reference) - 6  # the three layers that stay floats, by weight and scale
+    assert len(same) == len(reference) - 6  # the three unquantized layers, by weight and scale
     assert {found[f"model.layers.0.mlp.{name}.weight"][0] for name in ("up_proj", "down_proj")} == {"BF16"}
 
 
@@ -134,8 +134,8 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_bytes(gptq, tokens, tmp_path
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert not target.exists()
     shards = sorted(begun.glob("model-*.safetensors"))
-    assert len(shards) == 3  # what is outside of the blocks, and two blocks
-    with open(shards[2], "r+b") as stream:  # as a disk may leave what was written last
+    assert len(shards) == 3  # one outside the decoder layers, and two decoder layers
+    with open(shards[2], "r+b") as stream:  # like a write that never reached the disk
         stream.seek(-4, os.SEEK_END)
         stream.write(b"torn")
     times = shards[1].stat().st_mtime_ns

@@ -178,7 +178,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_what_is_finished(tmp_path, monkey
         patch.setattr(writer, "_replace", full)
         with pytest.raises(
             CheckpointError, match="decoder layers are kept"
-        ) as kept:  # as a notebook keeps the last error, and its frames
+        ) as kept:  # a notebook keeps the last error with its frames, too
             hfq.quantize(SOURCE, RTN, output_dir=tmp_path / "out")
     assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
     assert hfq.quantize(SOURCE, RTN, output_dir=tmp_path / "out").resumed == 1

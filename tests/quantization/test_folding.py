@@ -24,7 +24,7 @@ EXPECTED = {
     "gemma3_text": {
         **LLAMA,
         "gate_proj": "pre_feedforward_layernorm",
-    },  # norms that store their weight less 1
+    },  # norms that store their weight minus 1
     "opt": {
         "q_proj": "self_attn_layer_norm",
         "out_proj": ATTENTION,

@@ -160,7 +160,7 @@ def test_damping_grows_until_the_hessian_factors(layer, caplog):
     hessian = layer[1].clone()
     hessian.diagonal().sub_(
         0.1 * hessian.diagonal().mean()
-    )  # rounding can do this to a singular one; here it is made sure
+    )  # rounding may do this to a singular matrix; this makes sure
     factor = factorize(hessian, Recipe(damp_percent=0.001, group_size=32), "layer")
     assert 0.001 < factor.damping <= 1
     assert "Trying" in caplog.text

@@ -100,12 +100,12 @@ def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compar
     read = [record for record in report.records if record["method"] == kernels.SAME]
     assert len(read) == len(found)
     lines = {r["nbytes"] - f["nbytes"] for r, f in zip(read, found, strict=True)}
-    assert min(lines) >= 0  # what lies between tensors
+    assert min(lines) >= 0  # bytes between tensors
     assert max(lines) < 3 * 8 * 64
     text = report.to_markdown()
     assert "## Layer after layer, 1 thread" in text
     assert "share of the read rate, layer after layer" in text
-    assert f"| {kernels.IN_TURN} |" not in text  # its milliseconds are many layers'
+    assert f"| {kernels.IN_TURN} |" not in text  # its milliseconds are those of many layers
 
 
 def test_no_table_is_empty_where_one_row_is_not_measured(small):

@@ -17,7 +17,7 @@ def made(family):
         Training(family, hidden=64, layers=2, vocabulary=300).config()
     ).eval()
     for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.05  # norms and biases that are not all one number
+        parameter.data += torch.randn_like(parameter) * 0.05  # norms and biases with distinct values
     return model.double()
 
 

@@ -67,7 +67,7 @@ def test_hfq_counts_what_it_reads_and_shares_it_among_micro_batches(paths):
         moving.forward(TOKENS)
         before = moving.bytes_read()
         moving.forward_all([TOKENS] * 4)
-        assert moving.bytes_read() - before < 2 * nbytes  # one pass, and what is read ahead for the next
+        assert moving.bytes_read() - before < 2 * nbytes  # one pass, and the prefetch for the next
 
 
 def test_a_layer_sleeps_while_it_stands_in(paths, monkeypatch):

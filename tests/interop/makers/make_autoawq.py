@@ -1,7 +1,7 @@
 """Makes AWQ checkpoints in autoawq's three layouts with autoawq's own packers, and the logits of their
 weights.
 
-autoawq's package imports no longer with today's transformers, so its modules are imported without its
+autoawq's package cannot be imported with current transformers. Therefore, its modules are imported without its
 `__init__`. Run where requirements-autoawq*.txt are installed: python make_autoawq.py OUTPUT_DIR
 [PART_OF_A_NAME ...]
 """

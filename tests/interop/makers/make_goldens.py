@@ -1,4 +1,4 @@
-"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its
+"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module quantized by a peer, and rows of its
 weight by the peer.
 
 Run in each peer's environment (see the maker of that peer):

@@ -1,7 +1,7 @@
-"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its
+"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module quantized by a peer, and rows of its
 weight by the peer.
 
-Each comes out of the maker beside this file, as a checkpoint of one layer: the stored tensors of one module,
+Each comes out of the maker next to this file, as a checkpoint of one layer: the stored tensors of one module,
 and every fourth row of what the maker dequantizes for its reference, in float32, or rounded once to bfloat16
 where the file would grow over 5 KiB. Run in each environment in turn, with the peers that it has:
 

@@ -1,4 +1,4 @@
-"""optimum-quanto checkpoints in its own format, with quanto_qmap.json beside them. Run: python make_quanto.py
+"""optimum-quanto checkpoints in its own format, with quanto_qmap.json next to them. Run: python make_quanto.py
 OUTPUT
 
 The reference comes from quanto's own tensor classes, read from the file, and their own `dequantize`, with

@@ -1,4 +1,4 @@
-"""What every maker here shares: tiny models with random weights, and the reference logits that lie beside a
+"""Shared code of the makers: tiny models with random weights, and the reference logits next to a
 checkpoint.
 
 A reference is the output of a plain transformers model in float32 whose weights are the exactly dequantized
