@@ -1,4 +1,4 @@
-"""One rank of FMS's tensor parallelism: loads each case through both doors, and compares its logits with
+"""One rank of FMS's tensor parallelism: loads each case through both entry points, and compares its logits with
 those of one process.
 
 python tests/interop/fms_worker.py RANK WORLD FOLDER   (the folder holds cases.pt, and gets store and

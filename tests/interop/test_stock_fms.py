@@ -1,4 +1,4 @@
-"""What FMS 1.13 gets wrong by itself, each as it should be: one that passes one day says that FMS was mended.
+"""Expected failures for bugs of FMS 1.13 alone. A test that passes shows that FMS is fixed.
 
 The checkpoints' config.json names no quantization, as FMS must be shown them: one that does needs
 fms-model-optimizer.
