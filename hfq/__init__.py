@@ -1,9 +1,9 @@
-"""hfq: any quantized checkpoint in any placement, packed everywhere, exact, nothing silent.
+"""Quantized checkpoints in any placement: weights stay quantized, and results bit-identical.
 
     from hfq import HfqConfig
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map="auto")
 
-`import hfq` registers with transformers and imports neither torch nor transformers itself.
+`import hfq` registers with transformers. It imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Every error hfq raises on purpose: what failed, where, what was expected, what was found, and how to fix
-it.
-"""
+"""Errors that hfq raises, with their location, expected and found values, and a fix."""
 
 from __future__ import annotations
 
@@ -21,17 +19,19 @@ _MOST_PROBLEMS = 20
 
 
 class HfqError(Exception):
-    """Base of all of hfq's errors; its text is one fixed form, so that it can be read, searched and pasted.
+    """Base class of all errors of hfq.
+
+    The text of every error has the same layout, so that people can read, search, and paste it.
 
     Args:
         message: The failure in one sentence.
-        fix: What the user can do about it, most likely remedy first.
-        file: The file it concerns.
-        tensor: The tensor it concerns.
-        rank: The rank it happened on, in a distributed run.
-        expected: What hfq expected there.
-        found: What it found.
-        problems: Further findings, one line each, when several were collected before giving up.
+        fix: The remedy that is most likely to work, as one or two imperative sentences.
+        file: The file that the error concerns.
+        tensor: The tensor that the error concerns.
+        rank: The rank that raised the error, in a distributed run.
+        expected: The value that hfq expected.
+        found: The value that hfq found.
+        problems: Further findings, one line each. The text shows the first 20.
     """
 
     def __init__(
@@ -71,23 +71,26 @@ class HfqError(Exception):
 
 
 class CheckpointError(HfqError):
-    """The files of a checkpoint are missing, damaged, or not what they claim to be."""
+    """Error for checkpoint files that are missing, damaged, or contradict their headers."""
 
 
 class FormatError(HfqError):
-    """The quantized tensors of a checkpoint do not form a dialect that hfq can read exactly."""
+    """Error for quantized tensors that do not form a format that hfq can read exactly."""
 
 
 class PlacementError(HfqError):
-    """The requested placement names what does not exist, leaves something out, or does not fit."""
+    """Error for a placement that names unknown modules, omits modules, or does not fit."""
 
 
 class SetupError(HfqError):
-    """An option, a package version or the environment stands in the way."""
+    """Error for an unusable option, package version, or environment."""
 
 
 def _printable(line: str) -> str:
-    """The line with control characters escaped: a checkpoint's own text must not steer a terminal."""
+    """Returns the line with control characters escaped.
+
+    Text from a checkpoint must not send control sequences to a terminal.
+    """
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
 
 
@@ -105,9 +108,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def raise_first(errors: Iterable[HfqError]) -> None:
-    """Raises the first of some errors; returns if there is none.
+    """Raises the first error of an iterable, or returns if there is none.
 
-    A table of problems is checked so, in one expression:
+    Callers use it to check a table of problems in one expression:
 
         raise_first(
             SetupError(f"… {problem} …", fix=fix) for problem, (is_so, fix) in problems.items() if is_so

@@ -1,27 +1,27 @@
-"""Registers hfq with transformers, PEFT and DeepSpeed once they are imported.
+"""Registration of hfq with transformers, PEFT, and DeepSpeed when they are imported.
 
-`import hfq` stays light: it calls `register` alone, before or after these libraries are imported. Each entry
-of `_CALLBACKS` runs once its library is there, and from then on the library calls hfq:
+`import hfq` only calls `register`, before or after these libraries are imported. Each entry of `_CALLBACKS`
+runs as soon as its library is imported. From then on, the library calls hfq in this order:
 
-1. `AutoModelForCausalLM.from_pretrained` and its siblings are wrapped by `patch_auto_factory`, those of model
-   classes by `patch_modeling_utils`. With an `HfqConfig`, the wrapper calls `_guarded`
-   (integrations/transformers/patches.py): it checks the arguments, opens the checkpoint, and calls
-   transformers' own `from_pretrained`.
-2. transformers calls `get_hf_quantizer`, whose wrapper (same file) gives the checkpoint's quantization config
-   to the `HfqConfig`, and makes the class that `register_with` registered: `HfqQuantizer`
-   (integrations/transformers/quantizer.py).
+1. `patch_auto_factory` wraps `AutoModelForCausalLM.from_pretrained` and its siblings. `patch_modeling_utils`
+   wraps those of model classes. With an `HfqConfig`, the wrapper calls `_guarded`
+   (integrations/transformers/patches.py). It checks the arguments, opens the checkpoint, and calls
+   `from_pretrained` of transformers.
+2. transformers calls `get_hf_quantizer`, which has a wrapper in the same file. The wrapper passes the
+   checkpoint's quantization config to the `HfqConfig`. It then creates the class that `register_with`
+   registered: `HfqQuantizer` (integrations/transformers/quantizer.py).
 3. transformers calls `HfqQuantizer._process_model_before_weight_loading` with the model on the meta device.
-   It asks `choose_loader` (integrations/transformers/load_kinds.py) for a class, and makes this loader:
-   `ModelLoader` (loading/model_loader.py) or one that derives from it. The constructor matches the checkpoint
-   with the model and replaces the layers that are quantized.
-4. `HfqQuantizer._place_model` calls `ModelLoader.place`, which settles the device of every tensor and loads
-   the quantized ones; transformers loads the others. It runs at the end of step 3, or, where transformers
-   first infers a device map, in `HfqQuantizer.validate_environment`.
+   It asks `choose_loader` (integrations/transformers/load_kinds.py) for a loader class and creates the
+   loader. The class is `ModelLoader` (loading/model_loader.py) or a subclass. Its constructor matches the
+   checkpoint with the model and replaces the quantized layers.
+4. `HfqQuantizer._place_model` calls `ModelLoader.place`, which chooses the device of every tensor and loads
+   the quantized ones. transformers loads the others. This call runs at the end of step 3. If transformers
+   first infers a device map, it runs in `HfqQuantizer.validate_environment`.
 5. `HfqQuantizer._process_model_after_weight_loading` calls `ModelLoader.finish`. The model is ready.
 
-`patch_peft` and `patch_deepspeed` serve models that hfq has loaded. The first lets PEFT put adapters on
-quantized layers (integrations/peft/lora.py), the second checks a model before DeepSpeed makes an engine of
-it.
+`patch_peft` and `patch_deepspeed` handle models that hfq has already loaded. The first lets PEFT add adapters
+to quantized layers (integrations/peft/lora.py). The second checks a model before DeepSpeed creates an engine
+for it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ _CALLBACKS = {
     "peft": ("hfq.integrations.peft.patches", "patch_peft"),
     "deepspeed": ("hfq.integrations.deepspeed.private_api", "patch_deepspeed"),
 }
-"""{library module: (module, function)}: the function is called with the library module once it is imported.
+"""Functions that run after a library module is imported.
 
-- `register_with` enters `HfqConfig` and `HfqQuantizer` in the tables of `transformers.quantizers.auto`.
+The entries are {library module: (module, function)}. Each function receives the library module.
+
+- `register_with` adds `HfqConfig` and `HfqQuantizer` to the tables of `transformers.quantizers.auto`.
 - `patch_modeling_utils` wraps `get_hf_quantizer`, `PreTrainedModel.from_pretrained` and `save_pretrained`.
 - `patch_auto_factory` wraps `from_pretrained` of the auto classes.
-- `patch_peft` wraps the functions of PEFT that make, place, save and merge adapters.
+- `patch_peft` wraps the functions of PEFT that create, place, save, and merge adapters.
 - `patch_deepspeed` wraps `DeepSpeedEngine._configure_distributed_model`.
 """
 
@@ -56,7 +58,7 @@ _pending: dict[str, ModuleType] = {}
 
 
 def register() -> None:
-    """Runs each callback now where its module is loaded, and otherwise as soon as it is."""
+    """Runs each callback now if its module is loaded, and otherwise when it is imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
@@ -66,10 +68,10 @@ def register() -> None:
 
 
 def run_pending() -> None:
-    """Runs the callbacks whose module is loaded and whose owner is, too.
+    """Runs the callbacks whose library module and hfq module are both loaded.
 
-    An owner that is itself being imported, and imports the module it waits for, has no callback yet: so each
-    owner calls this at its end.
+    A module of hfq may import the library that its callback waits for. The callback is not yet defined at
+    that moment, so each such module calls this function at its end.
     """
     for name, module in list(_pending.items()):
         owner, function = _CALLBACKS[name]
@@ -85,7 +87,10 @@ def _loaded(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: asks the other finders, and wraps the loader of a module that hfq waits for."""
+    """Import finder that wraps the loader of a module in `_CALLBACKS`.
+
+    It finds nothing itself and asks the other finders.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,7 +106,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs the callback after the real loader has executed the module."""
+    """Import loader that runs the callback after the real loader has executed the module."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

@@ -14,13 +14,13 @@ __all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate"]
 
 @dataclass(frozen=True)
 class Target:
-    """A number that a result is held against.
+    """A target for one measured number.
 
     Attributes:
-        what: What is measured.
-        value: What was measured; None where it was not.
+        what: The name of the measured quantity.
+        value: The measured value, or None if it was not measured.
         bound: The target.
-        at_least: Whether a larger value is better.
+        at_least: True if a larger value is better.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table; `note` says what its numbers are."""
+    """A table with a title and a note that explains its numbers."""
 
     title: str
     note: str
@@ -79,7 +79,7 @@ class Displayed:
 
 
 class ReportChart(Protocol):
-    """A chart that a report contains: drawn by matplotlib, and written as JSON."""
+    """A chart in a report, drawn by matplotlib and written as JSON."""
 
     @property
     def title(self) -> str: ...
@@ -91,7 +91,7 @@ class ReportChart(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """All of one benchmark's result."""
+    """The result of one benchmark."""
 
     title: str
     facts: Mapping[str, str]
@@ -102,7 +102,11 @@ class Report:
     targets_note: str = "Medians over the rounds."
 
     def to_markdown(self, plot: str | None = None) -> str:
-        """The page; `plot` is the file of the plot beside it."""
+        """Returns the report as a Markdown page.
+
+        Args:
+            plot: The file name of the plot, relative to the page; None if there is no plot.
+        """
         facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
         targets = Table(
             "Targets",
@@ -143,7 +147,7 @@ class Report:
         )
 
     def write(self, folder: Path, name: str) -> None:
-        """Writes `name`.md, .json and, where matplotlib is installed, .png."""
+        """Writes `name`.md, `name`.json and, if matplotlib is installed, `name`.png."""
         folder.mkdir(parents=True, exist_ok=True)
         plot = f"{name}.png" if _draw(self.chart, folder / f"{name}.png") else None
         (folder / f"{name}.md").write_text(self.to_markdown(plot), encoding="utf-8")
@@ -151,7 +155,7 @@ class Report:
 
 
 def as_rate(rate: float | None) -> str:
-    """Bytes per second as text."""
+    """Returns a rate in bytes per second as text."""
     return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
 
 

@@ -1,4 +1,4 @@
-"""What a stored tensor must be and where bytes lie: plain data that every layer shares, without torch."""
+"""Shapes, dtypes, and byte ranges of stored tensors, as plain data without torch."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ DTYPE_BITS = {
 """Bits of one element of each safetensors dtype that hfq knows."""
 
 SEGMENT_ALIGNMENT = 16
-"""Each segment of a packed row starts at a multiple of so many bytes."""
+"""Alignment in bytes of each segment in a flat buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`nbytes` bytes of `file`, from byte `offset` on."""
+    """A range of `nbytes` bytes of `file` that starts at byte `offset`."""
 
     file: str
     offset: int
@@ -62,7 +62,12 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
-    """`count` runs of `nbytes` bytes of `file`, one every `stride` bytes from byte `offset` on."""
+    """Byte ranges of equal size at regular distances in a file.
+
+    There are `count` ranges of `nbytes` bytes each. The first starts at byte `offset` of `file`, and each
+    next
+    one starts `stride` bytes later.
+    """
 
     file: str
     offset: int
@@ -73,10 +78,15 @@ class ByteRuns:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor as its file's header describes it; `dtype` is the safetensors name.
+    """One stored tensor as the header of its file describes it.
 
-    Where it is a slice of a stored tensor, as one expert of a fused one, `part_of` is the stored tensor's
-    name.
+    Attributes:
+        name: The name of the tensor.
+        dtype: The safetensors name of the dtype.
+        shape: The shape.
+        range: The bytes of the tensor in its file.
+        part_of: The name of the stored tensor that this one is a slice of, such as one expert of a fused
+            tensor; None if it is a whole tensor.
     """
 
     name: str
@@ -99,15 +109,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What one tensor of a quantized module must be.
+    """The requirements on one tensor of a quantized module.
 
     Attributes:
         name: The name on disk, local to its module (`qweight`, `weight_scale`, …).
-        dtypes: The dtypes the dialect allows, as safetensors names.
-        shape: The exact shape.
-        role: What the tensor is for.
-        optional: Whether a file may leave it out.
-        bound: For `role="index"`: every value must be in `[0, bound)`.
+        dtypes: The dtypes that the format allows, as safetensors names.
+        shape: The required shape.
+        role: The purpose of the tensor.
+        optional: True if a file may omit the tensor.
+        bound: For `role="index"`: every value must be in `[0, bound)`. None for other roles.
     """
 
     name: str
@@ -140,13 +150,14 @@ class LayerSlice:
     size: int
 
     def is_aligned(self, multiple: int) -> bool:
-        """Whether both ends lie between whole runs of `multiple`; the last run of the layer may be
-        shorter.
+        """Returns True if both ends are multiples of `multiple`.
+
+        The end may also be the end of the layer, whose last run may be shorter.
         """
         return self.start % multiple == 0 and (self.stop % multiple == 0 or self.stop == self.size)
 
     def units(self, multiple: int) -> tuple[int, int]:
-        """[first, last) of the runs of `multiple` that it reaches into."""
+        """Returns the range [first, last) of the runs of `multiple` that the slice overlaps."""
         return self.start // multiple, -(-self.stop // multiple)
 
     def __str__(self) -> str:
@@ -158,7 +169,7 @@ class LayerSlice:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one tensor lies in a packed row: `nbytes` bytes from `offset`, read as `dtype` and `shape`."""
+    """One tensor in a flat buffer: `nbytes` bytes at `offset`, read as `dtype` and `shape`."""
 
     offset: int
     nbytes: int
@@ -167,13 +178,14 @@ class Segment:
 
 
 def segment_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[dict[str, Segment], int]:
-    """Lays tensors out in one flat buffer, in the order given.
+    """Computes the offsets of tensors in one flat buffer, in the given order.
 
     Args:
         tensors: (name, dtype, shape) of each tensor.
 
     Returns:
-        The segment of each name, each starting on a 16-byte boundary, and the bytes of the whole row.
+        The segment of each name, and the size of the whole buffer in bytes. Each segment starts on a 16-byte
+        boundary.
     """
     segments, end = {}, 0
     for name, dtype, shape in tensors:

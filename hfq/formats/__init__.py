@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints: one file each, or a folder for a family, imported with this package."""
+"""Formats of quantized checkpoints: one file per format, or one folder per family."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ __all__ = [
     "tensors_by_module",
 ]
 
-for _module in pkgutil.iter_modules(__path__):  # a format registers itself when its file is imported
+for _module in pkgutil.iter_modules(__path__):  # importing its file registers a format
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -25,13 +25,15 @@ def test_a_config_that_lies_about_bits_is_refused_with_the_tensor_that_shows_it(
 
 @pytest.mark.parametrize("bits", [0, 1, 5, -4, 2**40, "4", 4.0, True, [4]])
 def test_bits_that_gptq_does_not_have_are_refused(gptq, bits):
-    with refused(f"bits={bits!r}", "Fix: correct bits in config.json", kind=FormatError):
+    with refused(f"bits={bits!r}", "Fix: Set bits in config.json to a valid value", kind=FormatError):
         load(edit_config(gptq, {"bits": bits}))
 
 
 @pytest.mark.parametrize("size", [0, -2, 2**40, "128", 128.0, True])
 def test_group_sizes_that_cannot_be_are_refused(gptq, size):
-    with refused(f"group_size={size!r}", "Fix: correct group_size in config.json", kind=FormatError):
+    with refused(
+        f"group_size={size!r}", "Fix: Set group_size in config.json to a valid value", kind=FormatError
+    ):
         load(edit_config(gptq, {"group_size": size}))
 
 
@@ -78,7 +80,7 @@ def test_a_depth_that_the_tensors_contradict_is_refused(model, layers):
     "key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"]
 )
 def test_a_size_that_is_none_is_refused_by_its_key(gptq, key, value):
-    with refused(f"{key}={value}", f"Fix: correct {key}", kind=FormatError, file=gptq / "config.json"):
+    with refused(f"{key}={value}", f"Fix: Set {key}", kind=FormatError, file=gptq / "config.json"):
         load(edit_config(gptq, **{key: value}))
 
 

@@ -45,6 +45,6 @@ def test_it_runs_a_verb(run, tmp_path):
 
 def test_errors_are_hfq_s(run, tmp_path):
     status, told = run(*QUANTIZE, tiny_models.DATA / "tiny-llama-gptq", tmp_path / "out")
-    assert (status, told.startswith("FormatError: The source is quantized already")) == (1, True)
+    assert (status, told.startswith("FormatError: The source is already quantized")) == (1, True)
     status, told = run("quantise")
     assert (status, "quantise" in told) == (2, True)

@@ -241,7 +241,7 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
         ("fused experts", "experts.0.gate_up_proj; found: gate and up projections fused into one"),
         (
             "bitsandbytes",
-            "hfq does not cut bitsandbytes nf4 layers for tensor parallelism; tensor: model.layers.0.",
+            "hfq does not support tensor parallelism for bitsandbytes nf4 layers; tensor: model.layers.0.",
         ),
         (
             "rule for a weight",

@@ -131,5 +131,5 @@ def test_what_a_helper_is_given_by_its_callers_stands_on_the_page(entries):
         "zero_optimization.zero_quantized_weights quantizes packed bytes" in text for text in texts
     )  # a table in a loop
     assert any(
-        text.startswith("The checkpoint is in the dialect mxfp6-pack-quantized") for text in texts
+        text.startswith("Format mxfp6-pack-quantized is not supported") for text in texts
     )  # a helper elsewhere

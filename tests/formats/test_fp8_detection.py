@@ -74,7 +74,7 @@ def test_the_name_of_transformers_wins_where_both_scales_are_stored(detect):
 
 
 def test_a_grid_that_128_does_not_tile_needs_the_word_of_the_config(detect):
-    with pytest.raises(FormatError, match=r"(?s)does not say how large the blocks.*weight_block_size"):
+    with pytest.raises(FormatError, match=r"(?s)does not state the block size.*weight_block_size"):
         detect(weight_scale_inv=("F32", (2, 2)))
 
 
@@ -89,7 +89,7 @@ def test_a_grid_of_four_dimensions_that_does_not_match_is_refused(detect, scale)
     with pytest.raises(FormatError, match="does not match its weight") as caught:
         detect({"weight_block_size": [128, 128]}, weight_scale=("F32", scale))
     assert caught.value.tensor == f"{MODULE}.weight_scale"
-    with pytest.raises(FormatError, match="does not say how large"):
+    with pytest.raises(FormatError, match="does not state the block size"):
         detect(weight_scale=("F32", scale))
 
 

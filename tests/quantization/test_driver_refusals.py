@@ -83,7 +83,7 @@ def test_a_quantized_source_is_refused(tmp_path):
     config = json.loads((tmp_path / "nameless" / "config.json").read_text())
     config.pop("quantization_config")
     (tmp_path / "nameless" / "config.json").write_text(json.dumps(config))
-    refused(FormatError, "holds codes", tmp_path / "out", tmp_path / "nameless", RTN)
+    refused(FormatError, "contains quantized codes", tmp_path / "out", tmp_path / "nameless", RTN)
 
 
 def test_a_model_that_hfq_did_not_load_is_refused(tmp_path):

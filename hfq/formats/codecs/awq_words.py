@@ -1,4 +1,4 @@
-"""The orders of AWQ's codes within words, and out of them: gemm's columns, and gemv_fast's rows of four."""
+"""Order of AWQ's codes within words: gemm's columns, and gemv_fast's rows of four."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ __all__ = ["deinterleave", "interleave", "order_columns"]
 
 
 def order_columns(words: torch.Tensor) -> torch.Tensor:
-    """gemm's words with their columns one after the other, the upper half's codes between those of the lower:
-    int32 [rows, words].
+    """Reorders gemm's words so that their columns are sequential.
+
+    The codes of the upper half are interleaved with those of the lower half. The result is int32 [rows,
+    words].
     """
     halves = [_spread(words & 0xFFFF), _spread(words >> 16 & 0xFFFF)]
     return halves[0].bitwise_or_(halves[1].bitwise_left_shift_(4))
 
 
 def _spread(codes: torch.Tensor) -> torch.Tensor:
-    """The four codes of 16 bits, each in the lower half of a byte; `codes` is overwritten."""
+    """Returns the four codes of 16 bits, each in the lower half of a byte; overwrites `codes`."""
     codes.bitwise_or_(codes << 8).bitwise_and_(0x00FF00FF)
     return codes.bitwise_or_(codes << 4).bitwise_and_(0x0F0F0F0F)
 
 
 def deinterleave(words: torch.Tensor) -> torch.Tensor:
-    """gemv_fast's words, int16 [out / 4, in], as codes [out, in]."""
+    """Returns gemv_fast's words, int16 [out / 4, in], as codes [out, in]."""
     quads, in_features = words.shape
     shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=words.device)
     rows = ((words.to(torch.int32)[:, :, None] >> shifts) & 15).view(quads, in_features // 64, 4, 64)
@@ -32,7 +34,7 @@ def deinterleave(words: torch.Tensor) -> torch.Tensor:
 
 
 def interleave(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `deinterleave`."""
+    """Returns the inverse of `deinterleave`."""
     out_features, in_features = codes.shape
     codes = codes.view(out_features, in_features // 32, 4, 4, 2).transpose(2, 3)
     codes = (

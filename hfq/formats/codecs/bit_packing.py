@@ -1,4 +1,7 @@
-"""Packed integers: little-endian bit streams in int32 words, as GPTQ and compressed-tensors lay them out."""
+"""Bit packing of integers into int32 words, as in GPTQ and compressed-tensors.
+
+The words form a little-endian bit stream.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,17 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (
 """The widths of the bit planes of a code, the lowest first."""
 
 _PACKED_AT_ONCE = 1 << 20
-"""Codes whose words are made in one go, in int64."""
+"""The number of codes that are packed together in int64."""
 
 
 def unpack_stream(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
-    """Unpacks along dim 0: code `i` is bits `[i * num_bits, (i + 1) * num_bits)` of the words' bit stream.
+    """Unpacks a bit stream along dim 0.
 
+    Code `i` is bits `[i * num_bits, (i + 1) * num_bits)` of the bit stream.
     Args:
         words: int32 [W, n].
         num_bits: 1 to 8.
-        count: The codes to take; at most `W * 32 // num_bits`.
+        count: The number of codes to unpack; at most `W * 32 // num_bits`.
 
     Returns:
         int32 [count, n], values in `[0, 2**num_bits)`.
@@ -50,7 +54,7 @@ def unpack_stream(words: torch.Tensor, num_bits: int, count: int) -> torch.Tenso
 
 
 def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The inverse of `unpack_stream`.
+    """Packs codes along dim 0, as the inverse of `unpack_stream`.
 
     Args:
         codes: Integers [count, n] in `[0, 2**num_bits)`.
@@ -79,8 +83,9 @@ def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
-    """As `unpack_stream`, where no code straddles two words: `32 // num_bits` codes a word, the rest of it
-    unused.
+    """Unpacks along dim 0 like `unpack_stream`, if no code straddles two words.
+
+    Each word holds `32 // num_bits` codes. Its remaining bits are unused.
     """
     shifts = torch.arange(32 // num_bits, dtype=torch.int32, device=words.device) * num_bits
     codes = (words[:, None, :] >> shifts[None, :, None]) & ((1 << num_bits) - 1)
@@ -88,7 +93,7 @@ def unpack_words(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor
 
 
 def pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The inverse of `unpack_words`."""
+    """Packs codes along dim 0, as the inverse of `unpack_words`."""
     share = 32 // num_bits
     padded = torch.nn.functional.pad(codes.to(torch.int64), (0, 0, 0, -codes.shape[0] % share))
     shifts = torch.arange(share, device=codes.device) * num_bits
@@ -98,14 +103,14 @@ def pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
 def unpack_rows(
     panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_straddling: bool, offset: int
 ) -> None:
-    """Writes the codes of rows, less an offset, as floats.
+    """Writes the codes of rows, minus an offset, as floats.
 
     Args:
         panel: float32 [rows, count], contiguous; overwritten.
-        words: int32 [rows, W], as `unpack_stream` takes them, or else `unpack_words`, along dim 1.
+        words: int32 [rows, W], in the layout of `unpack_stream` or `unpack_words` along dim 1.
         num_bits: 1 to 8.
-        is_straddling: Whether codes straddle words.
-        offset: What is taken from each code.
+        is_straddling: True if codes straddle words, as for `unpack_stream`.
+        offset: The number that is subtracted from each code.
     """
     count = panel.shape[1]
     if num_bits == 4:
@@ -118,15 +123,15 @@ def unpack_rows(
 
 
 def unpack_planes(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
-    """As `unpack_stream`, for gptqmodel's planar layout (`gptq_p`).
+    """Unpacks along dim 0 like `unpack_stream`, for gptqmodel's planar layout (`gptq_p`).
 
-    32 codes take `num_bits` words: first the words of the low plane, then those of the higher ones. A plane
-    of width w holds w bits of each code, 32 / w codes a word.
+    32 codes occupy `num_bits` words: first the words of the low plane, then those of the higher planes. A
+    plane of width w holds w bits of each code, and each of its words holds 32 / w codes.
 
     Args:
         words: int32 [W, n], W a multiple of `num_bits`.
         num_bits: 2 to 8.
-        count: The codes to take, at most `W * 32 // num_bits`.
+        count: The number of codes to unpack, at most `W * 32 // num_bits`.
     """
     blocks = words.unflatten(0, (-1, num_bits))
     codes = torch.zeros(blocks.shape[0], 32, words.shape[1], dtype=torch.int32, device=words.device)
@@ -140,7 +145,7 @@ def unpack_planes(words: torch.Tensor, num_bits: int, count: int) -> torch.Tenso
 
 
 def pack_planes(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The inverse of `unpack_planes`, for a multiple of 32 codes."""
+    """Packs a multiple of 32 codes along dim 0, as the inverse of `unpack_planes`."""
     blocks = codes.to(torch.int64).unflatten(0, (-1, 32))
     words, offset = [], 0
     for width in _PLANES[num_bits]:

@@ -1,4 +1,4 @@
-"""The torch dtype of each safetensors dtype name, and back."""
+"""Conversion between torch dtypes and the dtype names of safetensors."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SAFETENSORS = {dtype: name for name, dtype in _TORCH.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name."""
+    """Returns the torch dtype of a safetensors dtype name."""
     return _TORCH[name]
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype."""
+    """Returns the safetensors name of a torch dtype."""
     return _SAFETENSORS[dtype]

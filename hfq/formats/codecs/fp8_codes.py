@@ -1,5 +1,6 @@
-"""FP8 codes as float32, exactly, by integer operations: on a CPU torch's own cast takes eight times as
-long.
+"""Exact conversion of FP8 codes to float32 by integer operations.
+
+On a CPU, this is faster than the cast of torch.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ _WITHOUT_BIT_14 = ~(1 << 14)
 
 
 def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
-    """Writes codes into a panel as float32, bit for bit what `panel.copy_(codes)` writes.
+    """Writes codes into a panel as float32, bit-identical to `panel.copy_(codes)`.
 
-    The bits of e4m3, shifted by seven and without the lowest bit that its sign was copied to, are a float16
-    of 1/256 of the value, subnormal values included; e5m2 is the upper half of a float16. e4m3's NaN would
-    become a number, so codes that hold one are cast.
+    The bits of an e4m3 code are shifted left by seven, and the lowest copy of the sign bit is cleared. The
+    result is a float16 of 1/256 of the value, also for subnormal values. An e5m2 code is the upper half of a
+    float16. NaN of e4m3 would become a number, so codes that contain NaN are cast.
 
     Args:
         panel: float32 [rows, in_features].
-        codes: [rows, in_features], float8_e4m3fn, float8_e5m2, or anything else that can be cast.
+        codes: [rows, in_features], float8_e4m3fn, float8_e5m2, or another dtype that torch can cast.
     """
     is_e4m3 = codes.dtype == torch.float8_e4m3fn
     if not (is_e4m3 or codes.dtype == torch.float8_e5m2) or codes.device.type != "cpu" or not codes.numel():
@@ -44,12 +45,15 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
 
 
 def has_nan(bits: torch.Tensor, unsigned: torch.Tensor) -> bool:
-    """True if any e4m3 code is NaN: 0x7F is the largest of int8, and 0xFF of the same memory as uint8."""
+    """Returns True if any e4m3 code is NaN.
+
+    NaN is 0x7F, the maximum of int8, or 0xFF, the maximum of the same memory as uint8.
+    """
     return int(bits.amax()) == 0x7F or int(unsigned.amax()) == 0xFF
 
 
 def scale_as_float(scale: torch.Tensor) -> torch.Tensor:
-    """The stored scale in float32 and its own shape; a byte is a power of two."""
+    """Returns the stored scale in float32 with its own shape; uint8 values are powers of two."""
     if scale.dtype == torch.float32:
         return scale
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)

@@ -12,10 +12,11 @@ __all__ = ["apply_groups", "check_divides", "rows_of"]
 
 
 def rows_of(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The scales of output rows [start, stop) as float32 [rows, groups], or [1, 1] where all rows share one.
+    """Returns the scales of output rows [start, stop).
 
+    The result is float32 [rows, groups], or [1, 1] if all rows share one scale.
     Args:
-        values: [] or [1] for a tensor, [out] or [out, 1] for channels, [out, groups] for groups.
+        values: [] or [1] for one scale per tensor, [out] or [out, 1] per channel, [out, groups] per group.
         start: The first row.
         stop: The row after the last.
     """
@@ -35,7 +36,7 @@ def apply_groups(
 
     Args:
         panel: float32 [rows, in_features], contiguous.
-        operation: Such as `torch.Tensor.mul_`.
+        operation: An in-place operation, such as `torch.Tensor.mul_`.
         values: float32 [rows or 1, groups], one for each group.
         group_size: Channels of a group; the last group may be shorter.
     """
@@ -49,7 +50,7 @@ def apply_groups(
 
 
 def check_divides(in_features: int, size: int, dialect: str, what: str = "group_size") -> None:
-    """Refuses an input that is not made of whole groups, in a dialect that has none but whole ones.
+    """Checks that an input consists of whole groups, for formats that require it.
 
     Raises:
         FormatError: Names both sizes.
@@ -59,5 +60,5 @@ def check_divides(in_features: int, size: int, dialect: str, what: str = "group_
             f"{dialect} cannot hold a layer of this input size.",
             expected=f"a multiple of {what}={size}",
             found=f"{in_features} input channels",
-            fix="check the config's sizes, or leave this layer dense",
+            fix="Choose a group size that divides the input, or add the layer to modules_to_not_convert.",
         )

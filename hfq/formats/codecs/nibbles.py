@@ -1,4 +1,4 @@
-"""Codes of four bits, eight a word or two a byte, as what they stand for."""
+"""Lookup of the values of 4-bit codes, stored eight per word or two per byte."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ def look_up_nibbles(
 ) -> None:
     """Writes the value of each code.
 
-    Two are found as one number of 64 bits, by the byte that holds their codes: torch copies single elements
-    ten times as fast as rows of two.
+    The two codes of a byte are looked up together as one 64-bit number. torch copies single elements faster
+    than rows of two.
 
     Args:
         panel: float32 [rows, columns], or [columns], contiguous; overwritten.
-        packed: uint8, or little-endian words, [rows, n], or [n]; what a row has beyond its columns is left
-            out.
-        values: float32 [16], what each code stands for.
-        high_first: Whether the upper half of a byte is the first of its codes.
+        packed: uint8, or little-endian words, [rows, n], or [n]; codes beyond the columns are ignored.
+        values: float32 [16], the value of each code.
+        high_first: True if the upper half of a byte is the first of its codes.
     """
     by_byte = values.new_empty(16, 16, 2)
     by_byte[..., int(high_first)], by_byte[..., int(not high_first)] = values, values[:, None]

@@ -1,6 +1,4 @@
-"""Memory that each thread keeps from call to call, so that nothing makes a weight, or a part of it,
-afresh.
-"""
+"""Per-thread buffers that are reused between calls, so that no call allocates a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ __all__ = ["release_buffers", "thread_buffer"]
 
 
 class _Buffers(threading.local):
-    """The buffers of one thread, by use, dtype and device."""
+    """The buffers of one thread, by use, dtype, and device."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
@@ -22,10 +20,10 @@ _buffers = _Buffers()
 
 
 def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
-    """The first `numel` elements of this thread's buffer for a use; made outside inference mode, so that
-    every mode may write it.
+    """Returns the first `numel` elements of this thread's buffer for a use.
 
-    A stand-in for a tensor (FakeTensor) belongs to the mode that made it, and is not kept.
+    The buffer is allocated outside inference mode, so that every mode may write it. A FakeTensor belongs to
+    the mode that created it and is not kept.
     """
     kept, key = _buffers.kept, (use, dtype, device)
     buffer = kept.get(key)

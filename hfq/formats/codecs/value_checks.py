@@ -1,5 +1,6 @@
-"""Checks on the values of a module's small tensors: a scale must be finite, an index must lie in its
-range.
+"""Checks of the values of a module's small tensors.
+
+Scales must be finite, and indices must be in range.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["check_finite", "check_index", "check_positive"]
 
 
 def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
-    """Refuses a scale that holds NaN or infinity.
+    """Raises an error if a scale contains NaN or infinity.
 
     Raises:
         FormatError: Names the tensor and the first bad element.
@@ -22,7 +23,7 @@ def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
         and scale.element_size() > 1
         and bool(torch.isfinite(scale.sum(dtype=torch.float64)))
     ):
-        return  # a sum is finite only where all its terms are
+        return  # a sum is finite only if all its terms are
     bad = ~torch.isfinite(scale.to(torch.float32))
     if bad.any():
         position = bad.nonzero()[0].tolist() if scale.dim() else []
@@ -31,12 +32,12 @@ def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
             tensor=f"{module}.{name}",
             expected="finite values",
             found=f"{scale[tuple(position)].item()} at {position}, {int(bad.sum())} in all",
-            fix="the checkpoint is damaged: download it again, or ask its author",
+            fix="Download the checkpoint again. If the error remains, report it to the checkpoint's author.",
         )
 
 
 def check_positive(module: str, name: str, scale: torch.Tensor) -> None:
-    """Refuses a scale that something is divided by and that is not above zero.
+    """Raises an error if a scale that is used as a divisor is not positive.
 
     Raises:
         FormatError: Names the tensor.
@@ -45,17 +46,17 @@ def check_positive(module: str, name: str, scale: torch.Tensor) -> None:
         raise FormatError(
             "A scale is not positive. Nothing was loaded.",
             tensor=f"{module}.{name}",
-            expected="above 0",
+            expected="values above 0",
             found=scale.flatten()[:4].tolist(),
-            fix="the checkpoint is damaged: download it again, or ask its author",
+            fix="Download the checkpoint again. If the error remains, report it to the checkpoint's author.",
         )
 
 
 def check_index(module: str, name: str, index: torch.Tensor, bound: int) -> None:
-    """Refuses an index outside [0, bound).
+    """Raises an error if an index is outside [0, bound).
 
     Raises:
-        FormatError: Names the tensor and the extremes found.
+        FormatError: Names the tensor and the minimum and maximum index.
     """
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= bound:
@@ -64,5 +65,5 @@ def check_index(module: str, name: str, index: torch.Tensor, bound: int) -> None
             tensor=f"{module}.{name}",
             expected=f"0 to {bound - 1}",
             found=f"{low} to {high}",
-            fix="the checkpoint is damaged: download it again, or ask its author",
+            fix="Download the checkpoint again. If the error remains, report it to the checkpoint's author.",
         )

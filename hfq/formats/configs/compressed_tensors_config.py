@@ -1,5 +1,6 @@
-"""What the config of compressed-tensors says about one module: hints beside the tensors, each checked for
-sanity.
+"""Parser of the config of compressed-tensors for one module.
+
+The config is only a hint: the stored tensors decide, and every value is checked.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
 
 
 def group_of(module: str, config: Mapping) -> Mapping:
-    """The config group whose targets take this module: by exact name, else by `re:`, else by class (which its
-    name must tell).
+    """Returns the config group that targets a module.
+
+    An exact name takes precedence over a `re:` pattern, and a pattern over a class. The class must be evident
+    from the module's name.
 
     Raises:
-        FormatError: The groups, or what one of them says of weights, are not of the form they must have.
+        FormatError: The groups, or the weights entry of the group, have a wrong type.
     """
     groups = config.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
@@ -48,25 +51,27 @@ def group_of(module: str, config: Mapping) -> Mapping:
 
 
 def format_of(module: str, config: Mapping) -> str:
-    """The compression format that the config names for a module, or nothing."""
+    """Returns the compression format that the config names for a module, or an empty string."""
     return str(group_of(module, config).get("format") or config.get("format") or "")
 
 
 def refuse_transforms(config: Mapping) -> None:
-    """Rotations of the activations and sparse weights change what a weight means.
+    """Raises an error if the config requests transforms or sparse weights.
+
+    Rotations of the activations and sparse weights change the meaning of a weight.
 
     Raises:
-        FormatError: The config asks for either.
+        FormatError: The config requests either.
     """
     transforms, sparsity = config.get("transform_config"), config.get("sparsity_config")
     if transforms:
-        raise unusable("transform_config", transforms, "none: hfq applies no transforms")
+        raise unusable("transform_config", transforms, "no transforms")
     if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
-        raise unusable("sparsity_config", sparsity, "dense weights")
+        raise unusable("sparsity_config", sparsity, "no sparse weights")
 
 
 def read_activations(options: object, tensors: Mapping[str, TensorInfo]) -> ActivationScheme | None:
-    """How a group's `input_activations` wants activations quantized.
+    """Returns the activation quantization that `input_activations` of a group requests.
 
     Raises:
         FormatError: The options have no usable group size.
@@ -81,7 +86,7 @@ def read_activations(options: object, tensors: Mapping[str, TensorInfo]) -> Acti
                 options, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", "activations"
             )
             if size is None:
-                raise unusable("group_size", size, "a size for activations of strategy group")
+                raise unusable("group_size", size, "a positive size for activations of strategy 'group'")
             return ActivationScheme("group", group_size=size)
         return ActivationScheme("tensor" if strategy == "tensor" else "token")
     if (kind, bits) == ("float", 8) and options.get("dynamic") is False and strategy in ("tensor", None):
@@ -97,10 +102,12 @@ def read_activations(options: object, tensors: Mapping[str, TensorInfo]) -> Acti
 
 
 def read_block(value: object, key: str) -> tuple[int, int] | None:
-    """The (out, in) size of a block: `[128, 128]`, or "128x128" as compressed-tensors 0.9 wrote it.
+    """Returns the (out, in) size of a block.
+
+    The value is `[128, 128]`, or "128x128" as compressed-tensors 0.9 wrote it. None returns None.
 
     Raises:
-        FormatError: It is no pair of positive sizes.
+        FormatError: The value is not a pair of positive sizes.
     """
     if value is None:
         return None
@@ -108,12 +115,12 @@ def read_block(value: object, key: str) -> tuple[int, int] | None:
         value = [int(size) for size in value.split("x")]
     sizes = tuple(value) if isinstance(value, (list, tuple)) else ()
     if len(sizes) != 2 or any(type(size) is not int or not 0 < size < 1 << 24 for size in sizes):
-        raise unusable(key, value, "two positive sizes, as [128, 128]")
+        raise unusable(key, value, "two positive sizes, such as [128, 128]")
     return sizes[0], sizes[1]
 
 
 def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mapping) -> None:
-    """Refuses integer codes under a config that calls them floats."""
+    """Raises an error if the config calls integer codes floats."""
     if weights.get("type", "int") != "int" or config.get("quant_method") in ("fp8", "fbgemm_fp8"):
         raise FormatError(
             f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
@@ -121,18 +128,18 @@ def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mappi
             tensor=codes.name,
             expected="float codes, as config.json says",
             found=str(codes),
-            fix="correct config_groups in config.json",
+            fix="Restore the original config_groups in config.json.",
         )
 
 
 def unusable(key: str, value: object, expected: str) -> FormatError:
-    """The error for an option of a `quantization_config` that cannot be used."""
+    """Returns the error for an unusable option of a `quantization_config`."""
     return FormatError(
-        f"quantization_config has an unusable {key}. Nothing was loaded.",
+        f"{key} in quantization_config is not supported. Nothing was loaded.",
         file="config.json",
         found=repr(value)[:80],
         expected=expected,
-        fix=f"correct {key} in config.json",
+        fix=f"Restore the original {key} in config.json, or use the library that wrote the checkpoint.",
     )
 
 

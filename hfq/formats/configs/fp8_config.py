@@ -1,5 +1,6 @@
-"""What the configs of the FP8 writers say about one module: hints beside the tensors, each checked for
-sanity.
+"""Parser of the configs of FP8 writers for one module.
+
+The config is only a hint: the stored tensors decide, and every value is checked.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ __all__ = ["Hints", "guess_block", "read_hints"]
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The size of a block or a group, whether scales divide (and who says so), and how activations are
-    quantized.
+    """Hints of a config for one FP8 module.
+
+    They are the block or group size, whether scales divide, whether the config states that, and the
+    quantization of activations.
     """
 
     block: tuple[int, int] | None = None
@@ -40,10 +43,10 @@ class Hints:
 
 
 def read_hints(module: str, config: Mapping) -> Hints:
-    """The hints of a `quantization_config` for one module.
+    """Returns the hints of a `quantization_config` for one module.
 
     Raises:
-        FormatError: The config says of this FP8 module what no FP8 module can be.
+        FormatError: The config contradicts an FP8 module.
     """
     method = str(config.get("quant_method", ""))
     meaning = config.get("weight_scale_semantics")
@@ -85,9 +88,9 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
             f"quantization_config contradicts the tensors of {module}. Nothing was loaded.",
             file="config.json",
             tensor=module,
-            expected="8-bit float, as the stored F8 weight",
+            expected="8-bit float, because the stored weight is F8",
             found=f"{weights.get('num_bits')}-bit {weights.get('type')}",
-            fix="correct config_groups in config.json",
+            fix="Restore the original config_groups in config.json.",
         )
     strategy = weights.get("strategy")
     block = read_block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
@@ -105,8 +108,10 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
 
 
 def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4: bool) -> tuple[int, int]:
-    """The block of a grid of which the config says nothing: 128 × 128 where that tiles the weight, or what
-    ModelOpt's grid divides.
+    """Returns the block size of a grid of scales if the config does not state it.
+
+    The result is 128 × 128 if that tiles the weight. For a grid of ModelOpt, it is the weight's size divided
+    by the grid's.
     """
     out_features, in_features = weight.shape
     side = out_features // scale.shape[0] if is_grid_of_4 and scale.shape[0] else 128
@@ -120,10 +125,10 @@ def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4
     if out_features % 128 == in_features % 128 == 0 or scale.numel == 1:
         return 128, 128
     raise FormatError(
-        f"The config does not say how large the blocks of {module} are. Nothing was loaded.",
+        f"The config does not state the block size of {module}. Nothing was loaded.",
         file=scale.range.file,
         tensor=scale.name,
         expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",
         found=f"{weight} under {scale}",
-        fix="restore the checkpoint's own weight_block_size in config.json",
+        fix="Restore the original weight_block_size in config.json.",
     )

@@ -1,5 +1,6 @@
-"""What the configs of the GPTQ writers say about one module: hints beside the tensors, each checked for
-sanity.
+"""Parser of the configs of GPTQ writers for one module.
+
+The config is only a hint: the stored tensors decide, and every value is checked.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ __all__ = [
 BITS = (2, 3, 4, 8)
 PLANAR_BITS = (2, 3, 4, 5, 6, 7, 8)
 ZeroReading = Literal["stored", "field_plus_one", "masked_plus_one", "word_plus_one"]
-"""How a stored zero point becomes the real one: as it is, or with one added in one of three ways."""
+"""Computation of a zero point from its stored value: unchanged, or plus one in three ways."""
 
 _CHECKPOINT_FORMATS = ("gptq", "gptq_v2", "gptq_p")
 
 
 def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
-    """Whether a `qweight` is one of AWQ, by the shapes beside it; by the config where they could be
-    either's.
+    """Returns True if a `qweight` is in AWQ format.
+
+    The shapes of the other tensors decide. The config decides if the shapes fit both formats.
     """
     qweight = tensors["qweight"]
     qzeros = tensors.get("qzeros")
@@ -62,24 +64,25 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
         return False
     if not (names_awq or config.get("quant_method")):
         raise FormatError(
-            "Whether a layer is GPTQ or AWQ gemv cannot be told. Nothing was loaded.",
+            "The format of a layer is ambiguous: it can be GPTQ or AWQ gemv. Nothing was loaded.",
             file=qweight.range.file,
             tensor=qweight.name,
             expected="quant_method in quantization_config",
-            found=f"{qweight} beside {scales}",
-            fix="restore the checkpoint's own quantization_config in config.json",
+            found=f"qweight {qweight} and scales {scales}",
+            fix="Restore the original quantization_config in config.json.",
         )
     return names_awq
 
 
 def is_planar(config: Mapping) -> bool:
-    """Whether the config names gptqmodel's planar layout."""
+    """Returns True if the config names gptqmodel's planar layout."""
     return (config.get("checkpoint_format") or config.get("format")) == "gptq_p"
 
 
 def names_writer(config: Mapping) -> bool:
-    """Whether the config says who stored the zero points: by a layout other than v1, whose readers disagree,
-    or by the tool's name.
+    """Returns True if the config tells which tool stored the zero points.
+
+    It names the tool, or a layout other than v1. Tools read v1 in different ways.
     """
     meta = config.get("meta")
     named = (meta.get("quantizer") if isinstance(meta, Mapping) else None) or config.get("quantizer")
@@ -88,7 +91,7 @@ def names_writer(config: Mapping) -> bool:
 
 
 def check_zero_points(module: str, stored: torch.Tensor, weight_format: Any) -> None:
-    """Refuses stored zero points that contradict the config, or that nothing tells how to read.
+    """Raises an error if the zero points contradict the config or their encoding is unknown.
 
     Args:
         module: The module's name, for messages.
@@ -96,31 +99,34 @@ def check_zero_points(module: str, stored: torch.Tensor, weight_format: Any) -> 
         weight_format: The `Gptq` that reads them.
 
     Raises:
-        FormatError: Either is so.
+        FormatError: The zero points contradict the config, or nothing tells how they are encoded.
     """
     is_constant = not stored.numel() or bool((stored == stored[0, 0]).all())
     if weight_format.says_symmetric and not is_constant:
         raise FormatError(
-            "The config calls the zero points symmetric, and they differ. Nothing was loaded.",
+            "The config says sym=true, but the zero points differ. Nothing was loaded.",
             tensor=f"{module}.qzeros",
             expected="one zero point",
             found=f"{stored.unique().numel()} different ones",
-            fix="restore the checkpoint's own `sym` and `checkpoint_format` in config.json",
+            fix="Restore the original `sym` and `checkpoint_format` in config.json.",
         )
     top = (1 << weight_format.num_bits) - 1
     is_wrapped = weight_format.zero_reading == "field_plus_one" and bool((stored == top).any())
     if not weight_format.names_writer and not is_constant and (is_wrapped or weight_format.is_nameless):
         raise FormatError(
-            "How the zero points are stored cannot be told. Nothing was loaded.",
+            "The encoding of the zero points is unknown. Nothing was loaded.",
             tensor=f"{module}.qzeros",
             expected="checkpoint_format or meta.quantizer in quantization_config, for asymmetric zero points",
             found="neither",
-            fix="restore the checkpoint's own quantization_config, or quantize_config.json",
+            fix="Restore the original config.json or quantize_config.json of the checkpoint.",
         )
 
 
 def stored_bits(tensors: Mapping[str, TensorInfo], allowed: tuple[int, ...] = BITS) -> int | None:
-    """The bits that `qzeros` beside `scales` can only mean, or None where either is absent or misshapen."""
+    """Returns the bits that the shapes of `qzeros` and `scales` imply.
+
+    Returns None if either is absent or has an invalid shape.
+    """
     qzeros, scales = tensors.get("qzeros"), tensors.get("scales")
     if (
         qzeros is None
@@ -135,7 +141,10 @@ def stored_bits(tensors: Mapping[str, TensorInfo], allowed: tuple[int, ...] = BI
 
 
 def module_options(module: str, config: Mapping) -> dict:
-    """The config's options for one module: the first matching rule of `dynamic` overrides the rest."""
+    """Returns the config's options for one module.
+
+    The first matching rule of `dynamic` overrides the other options.
+    """
     options = dict(config) | _extra_options(module, config)
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping):
@@ -150,7 +159,7 @@ def module_options(module: str, config: Mapping) -> dict:
 
 
 def _extra_options(module: str, config: Mapping) -> dict:
-    """auto-round's overrides for one module: by its name, else by a pattern."""
+    """Returns auto-round's overrides for one module: by its name, else by a pattern."""
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
         raise _bad_config("extra_config", extra, "{module: {option: value}}")
@@ -181,12 +190,12 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
         raise _bad_config("checkpoint_format", labels, "the same as `format`")
     if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
         raise FormatError(
-            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read. Nothing was loaded.",
+            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not support. Nothing was loaded.",
             tensor=module,
             file="config.json",
             expected=" or ".join(_CHECKPOINT_FORMATS),
             found=repr(label),
-            fix="re-export the checkpoint with checkpoint_format='gptq'",
+            fix="Export the checkpoint again with checkpoint_format='gptq'.",
         )
     if label in ("gptq_v2", "gptq_p"):
         return "stored"
@@ -199,9 +208,9 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
 
 def _bad_config(key: str, found: object, expected: str) -> FormatError:
     return FormatError(
-        f"quantization_config has an unusable {key!r}. Nothing was loaded.",
+        f"{key} in quantization_config is not valid. Nothing was loaded.",
         file="config.json",
         expected=expected,
         found=repr(found)[:80],
-        fix=f"correct {key} in config.json",
+        fix=f"Restore the original {key} in config.json.",
     )

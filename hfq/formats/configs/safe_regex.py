@@ -1,4 +1,4 @@
-"""The regular expressions of a checkpoint's config, run with care: they are somebody else's."""
+"""Safe execution of the regular expressions of a checkpoint's config, which are untrusted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _INNERMOST = re.compile(r"\(([^()]*)\)([*+{]?)")
 
 
 def matches(pattern: str, name: str, key: str) -> bool:
-    """Whether a pattern of the config option `key` matches the front of a module's name.
+    """Returns True if a pattern of the config option `key` matches the start of a module's name.
 
-    A choice or a repetition within a repetition, and a long row of repetitions, can take time without end:
-    they are refused.
+    Three kinds of patterns can run for a very long time and are rejected: a choice within a repetition, a
+    repetition within a repetition, and many repetitions in sequence.
 
     Raises:
-        FormatError: The pattern is no regular expression, or one that is refused.
+        FormatError: The pattern is not a regular expression, or is rejected.
     """
     try:
         why = _danger(pattern, len(name))
@@ -32,16 +32,16 @@ def matches(pattern: str, name: str, key: str) -> bool:
     except (re.error, RecursionError, OverflowError) as error:
         why = f"a regular expression: {error}"
     raise FormatError(
-        f"A pattern in {key} is not a regular expression that hfq runs. Nothing was loaded.",
+        f"A pattern in {key} is not a regular expression that hfq can run safely. Nothing was loaded.",
         file="config.json",
         expected=why,
         found=repr(pattern)[:80],
-        fix=f"correct {key} in config.json",
+        fix=f"Replace the pattern in {key} of config.json with module names or a simpler pattern.",
     )
 
 
 def _danger(pattern: str, name_length: int) -> str | None:
-    """What a pattern would have to be, where it could run for long."""
+    """Returns the requirement that a pattern violates, or None if it runs in short time."""
     if len(pattern) > _LONGEST:
         return f"at most {_LONGEST} letters"
     plain = _GROUP_KINDS.sub("(", _ATOMS.sub("c", pattern))

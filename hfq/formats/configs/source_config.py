@@ -1,4 +1,4 @@
-"""Where a checkpoint says how it was quantized: hints beside the tensors, which decide."""
+"""Quantization configs of checkpoints: hints for detection, which the tensors decide."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SIDE_FILES = (
     "hf_quant_config.json",
     "quanto_qmap.json",
 )
-"""What other tools keep of a quantization beside the weights and read again."""
+"""Side files that other tools store next to the weights and read again."""
 
 
 def as_source(stored: object) -> dict:
-    """A `quantization_config` as a dict.
+    """Returns a `quantization_config` as a dict.
 
     Raises:
-        FormatError: It is no object.
+        FormatError: The value is not an object.
     """
     if not isinstance(stored, Mapping):
         raise FormatError(
@@ -39,13 +39,16 @@ def as_source(stored: object) -> dict:
             file="config.json",
             expected="{quant_method: …}",
             found=repr(stored)[:80],
-            fix="correct quantization_config in config.json",
+            fix="Restore the original quantization_config in config.json.",
         )
     return dict(stored)
 
 
 def source_config(checkpoint: Checkpoint) -> dict | None:
-    """The checkpoint's own quantization config: in config.json, or in the side file of an older writer."""
+    """Returns the checkpoint's quantization config, or None if there is none.
+
+    The config is in config.json, or in the side file of an older writer.
+    """
     stored = _declared(checkpoint)
     if stored is not None:
         return as_source(stored)
@@ -58,16 +61,16 @@ def source_config(checkpoint: Checkpoint) -> dict | None:
 
 
 def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
-    """All that a checkpoint says about its dialect, for `detect_formats`.
+    """Returns all hints of a checkpoint about its format, for `detect_formats`.
 
     Args:
         checkpoint: The checkpoint.
         source: Its `quantization_config`.
 
     Returns:
-        The config's own keys, those that only its copies in side files still have, `__metadata__` (of the
-        safetensors files), `__smoothed__` (whether any int8 layer has ModelOpt's `pre_quant_scale`) and
-        `quanto_qmap` (optimum-quanto's side file).
+        The keys of the config, and the keys that only its copies in side files contain. Three keys are added:
+            `__metadata__` (of the safetensors files), `__smoothed__` (True if any int8 layer has ModelOpt's
+            `pre_quant_scale`), and `quanto_qmap` (optimum-quanto's side file).
     """
     hints = {
         **(source or {}),
@@ -77,7 +80,7 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
     for name in (
         "quantize_config.json",
         "quantization_config.json",
-    ):  # what config.json has lost, its copy may still say
+    ):  # a side file may still contain keys that config.json lacks
         hints = {**(checkpoint.side_file(name) or {}), **hints}
     qmap = checkpoint.side_file("quanto_qmap.json")
     return hints if qmap is None else {**hints, "quanto_qmap": qmap}
@@ -94,14 +97,14 @@ def _is_smoothed(checkpoint: Checkpoint) -> bool:
 
 
 def halves_experts(hints: Mapping) -> bool:
-    """Whether `gate_proj` and `up_proj` of an expert are halves of what the model fuses, even where it takes
-    their channels in turns.
+    """Returns True if `gate_proj` and `up_proj` of an expert are halves of the fused projection.
 
-    gptqmodel 7.7 cuts every fused projection so (its `defuser`), gpt-oss's, too; other tools take its
-    channels apart. Biases are cut alike. Nothing but the tool's name tells.
+    gptqmodel 7.7 (its `defuser`) cuts every fused projection into halves, even if the model interleaves the
+    channels, as gpt-oss does. It cuts biases in the same way. Other tools separate the channels. Only the
+    tool's name in the config tells the difference.
 
     Args:
-        hints: As of `detection_hints`.
+        hints: The result of `detection_hints`.
     """
     meta = hints.get("meta")
     tools = meta.get("quantizer") if isinstance(meta, Mapping) else None
@@ -110,7 +113,7 @@ def halves_experts(hints: Mapping) -> bool:
 
 
 def is_declared(checkpoint: Checkpoint) -> bool:
-    """Whether config.json itself names a quantization."""
+    """Returns True if config.json itself names a quantization."""
     return _declared(checkpoint) is not None
 
 
@@ -132,23 +135,23 @@ def _declared(checkpoint: Checkpoint) -> object:
 
 
 def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
-    """Refuses to quantize what is quantized already.
+    """Raises an error if the checkpoint is already quantized.
 
     Args:
         checkpoint: The checkpoint.
-        outcome: What has come of it, for the message: "Nothing was written".
+        outcome: The outcome for the message, such as "Nothing was written".
 
     Raises:
-        FormatError: The checkpoint says so, or holds codes.
+        FormatError: The config names a quantization, or a tensor holds codes.
     """
     config = source_config(checkpoint)
     if config is not None:
         raise FormatError(
-            f"The source is quantized already. {outcome}.",
+            f"The source is already quantized. {outcome}.",
             file=checkpoint.root,
-            expected="a checkpoint of floats",
+            expected="an unquantized checkpoint",
             found=f"quant_method={config.get('quant_method')!r}",
-            fix="quantize the float checkpoint that it was made of",
+            fix="Quantize the original float checkpoint instead.",
         )
     coded = next(
         (
@@ -160,10 +163,10 @@ def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
     )
     if coded is not None:
         raise FormatError(
-            f"The source holds codes. {outcome}.",
+            f"The source contains quantized codes. {outcome}.",
             file=coded.range.file,
             tensor=coded.name,
             found=str(coded),
-            expected="a checkpoint of floats",
-            fix="quantize the float checkpoint that it was made of",
+            expected="an unquantized checkpoint",
+            fix="Quantize the original float checkpoint instead.",
         )

@@ -1,4 +1,4 @@
-"""Choice of the format of each module, from the tensors stored next to it."""
+"""Detection of the format of each module from the tensors stored next to it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ __all__ = ["NotQuantizedFormatError", "UnquantizedError", "detect_formats", "ten
 
 _FLOAT_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
 _NESTED = ".weight."
-"""Some dialects name their tensors below `weight`: `weight.absmax` of bitsandbytes, `weight._data` of
-optimum-quanto.
+"""Infix of formats that name their tensors below `weight`.
+
+Examples are `weight.absmax` of bitsandbytes and `weight._data` of optimum-quanto.
 """
 
 
 class NotQuantizedFormatError(FormatError):
-    """No module of the checkpoint is packed in a dialect that hfq reads."""
+    """Error for a checkpoint in which no module is in a format that hfq reads."""
 
 
 class UnquantizedError(NotQuantizedFormatError):
-    """Nothing says that the checkpoint is quantized: it can be placed and streamed as it is."""
+    """Error for a checkpoint that is not quantized. hfq can still place and offload it."""
 
 
 def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Groups stored tensors by the module they stand beside, each under its local name.
+    """Groups stored tensors by module, each under its local name.
 
-    Fused tensors of packed experts are split: each expert is a module of its own.
+    Fused tensors of quantized experts are split, so that each expert is a separate module.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in split_experts(tensors).items():
@@ -46,16 +47,17 @@ def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, 
 
 
 def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> dict[str, Format]:
-    """The format of each packed module, decided by the tensors beside it; dense modules are absent from the
-    result.
+    """Returns the format of each quantized module, detected from its tensors.
+
+    Unquantized modules have no entry in the result.
 
     Args:
-        modules: As `tensors_by_module` gives them.
-        config: The checkpoint's `quantization_config`, and what `detection_hints` adds to it; may be empty.
+        modules: The result of `tensors_by_module`.
+        config: The checkpoint's `quantization_config` with the additions of `detection_hints`; may be empty.
 
     Raises:
-        UnquantizedError: Nothing says that the checkpoint is quantized.
-        NotQuantizedFormatError: No module is packed in a dialect that hfq reads.
+        UnquantizedError: The checkpoint is not quantized.
+        NotQuantizedFormatError: No module is in a format that hfq reads.
         FormatError: A config contradicts the tensors.
     """
     load_plugin(config)
@@ -85,17 +87,17 @@ def _nothing_to_read(
         return UnquantizedError(
             "The checkpoint is not quantized.",
             file=file,
-            expected=f"tensors packed as {_names()}",
+            expected=f"tensors quantized as {_names()}",
             found=f"{found}; no quantization_config",
-            fix="load it with transformers, or with HfqConfig as it is",
+            fix="Load it with transformers, or with HfqConfig().",
         )
     return NotQuantizedFormatError(
-        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads. Nothing was "
-        f"loaded.",
+        f"The checkpoint (quant_method={method!r}) contains no module in a format that hfq reads. "
+        f"Nothing was loaded.",
         file=file,
-        expected=f"tensors packed as {_names()}",
+        expected=f"tensors quantized as {_names()}",
         found=found,
-        fix="load it with the library that wrote it, or re-export it in one of these dialects",
+        fix="Load it with the library that wrote it, or re-export it in one of these formats.",
     )
 
 

@@ -1,6 +1,4 @@
-"""Dialects of other packages: an entry point in the group `hfq.formats`, loaded by name when an unknown
-method is met.
-"""
+"""Formats of other packages, loaded from entry points of the group `hfq.formats`."""
 
 from __future__ import annotations
 
@@ -31,13 +29,15 @@ METHODS = frozenset(
         "hfq",
     }
 )
-"""The values of `quant_method` that hfq's own formats are written under."""
+"""The values of `quant_method` in checkpoints that hfq's own formats read."""
 
 _loaded: set[str] = set()
 
 
 def load_plugin(config: Mapping) -> None:
-    """Imports the format that is registered under a `quant_method` unknown to hfq; importing it registers it.
+    """Imports the package that provides the format of an unknown `quant_method`.
+
+    Importing the package registers the format. The package declares it as an entry point:
 
         [project.entry-points."hfq.formats"]
         my_method = "my_package.my_format"
@@ -46,7 +46,7 @@ def load_plugin(config: Mapping) -> None:
         config: The checkpoint's `quantization_config`.
 
     Raises:
-        SetupError: The entry point is there and cannot be loaded.
+        SetupError: The entry point exists but cannot be loaded.
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method in METHODS or method in _loaded:
@@ -59,6 +59,6 @@ def load_plugin(config: Mapping) -> None:
                 f"The format registered for quant_method={method!r} cannot be loaded.",
                 expected=f"an importable {entry.value}",
                 found=f"{type(error).__name__}: {error}",
-                fix="reinstall the package that provides it, or remove it",
+                fix="Reinstall the package that provides the format, or uninstall it.",
             ) from error
         _loaded.add(method)

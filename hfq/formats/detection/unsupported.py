@@ -1,4 +1,4 @@
-"""Dialects that hfq knows by sight and does not read: each refused by its name, with what to do."""
+"""Formats that hfq recognizes but does not support, and the error for each of them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ __all__ = ["REFUSED", "UnsupportedFormatError", "refuse_unreadable", "refused"]
 
 
 class UnsupportedFormatError(FormatError):
-    """The checkpoint is in a dialect that hfq knows by sight and does not read."""
+    """Error for a checkpoint in a format that hfq recognizes but does not support."""
 
 
-_AGAIN = "quantize the original model again with one of the dialects in docs/reference/formats.md"
+_AGAIN = "Quantize the original model again in a format of docs/reference/formats.md."
 REFUSED = {
     "GPTQ Marlin": (
-        "B beside s",
-        "re-export the checkpoint with checkpoint_format='gptq': its tiles could not be verified",
+        "B and s",
+        "Export the checkpoint again with checkpoint_format='gptq'.",
     ),
-    "marlin-24": ("weight_packed beside scale_packed and meta", _AGAIN),
-    "sparse-24 / sparse-bitmask": ("compressed beside bitmask", _AGAIN),
+    "marlin-24": ("weight_packed, scale_packed, and meta", _AGAIN),
+    "sparse-24 / sparse-bitmask": ("compressed and bitmask", _AGAIN),
     "mxfp6-pack-quantized": (
         "its format in quantization_config",
-        "re-export the checkpoint with another format, as mxfp8",
+        "Export the checkpoint again in another format, such as mxfp8.",
     ),
-    "bitblas": ("checkpoint_format='bitblas'", "re-export the checkpoint with checkpoint_format='gptq'"),
-    "AQLM": ("codebooks beside codes", _AGAIN),
-    "VPTQ": ("centroids beside indices", _AGAIN),
-    "EXL2 / EXL3": ("q_weight beside q_invperm, or trellis", _AGAIN),
-    "SpQR": ("dense_weights beside row_offsets", _AGAIN),
+    "bitblas": ("checkpoint_format='bitblas'", "Export the checkpoint again with checkpoint_format='gptq'."),
+    "AQLM": ("codebooks and codes", _AGAIN),
+    "VPTQ": ("centroids and indices", _AGAIN),
+    "EXL2 / EXL3": ("q_weight and q_invperm, or trellis", _AGAIN),
+    "SpQR": ("dense_weights and row_offsets", _AGAIN),
     "QuIP#": ("Qidxs", _AGAIN),
 }
-"""dialect → (how it is recognised, what to do)."""
+"""Unsupported formats: format → (how hfq recognizes it, the fix).
+
+GPTQ Marlin is unsupported because its tiles could not be verified.
+"""
 
 _SIGNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("GPTQ Marlin", frozenset({"B", "s"})),
@@ -54,10 +57,10 @@ _CT_LABELS = re.compile(r"marlin-24|sparse-24|sparse-bitmask|mxfp6")
 
 
 def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> None:
-    """Refuses a checkpoint in which a module, or the config, is of a dialect in `REFUSED`.
+    """Raises an error if a module or the config is in a format of `REFUSED`.
 
     Raises:
-        FormatError: Names the dialect, the first such tensor, and what to do.
+        FormatError: Names the format, the first such tensor, and the fix.
     """
     label = config.get("checkpoint_format")
     for text, variant in _LABELS:
@@ -86,12 +89,12 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
 
 
 def refused(variant: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:
-    """The error for a checkpoint in one of the dialects of `REFUSED`."""
+    """Returns the error for a checkpoint in a format of `REFUSED`."""
     return UnsupportedFormatError(
-        f"The checkpoint is in the dialect {variant}, which hfq does not read. Nothing was loaded.",
+        f"Format {variant} is not supported. Nothing was loaded.",
         file=file,
         tensor=tensor,
-        expected="a dialect of docs/reference/formats.md",
+        expected="a format of docs/reference/formats.md",
         found=found,
         fix=REFUSED[variant][1],
     )

@@ -86,7 +86,7 @@ def test_a_dense_checkpoint_with_other_layers_is_told_that_it_is_not_quantized(m
 def test_a_dense_checkpoint_with_a_config_is_told_of_the_contradiction(modules):
     error = refusal(modules(lm_head=DENSE, norm=NORM), {"quant_method": "gptq", "bits": 4})
     assert error.message.startswith(
-        "The checkpoint (quant_method='gptq') holds no module in a dialect that hfq reads"
+        "The checkpoint (quant_method='gptq') contains no module in a format that hfq reads"
     )
 
 

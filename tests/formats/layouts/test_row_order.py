@@ -46,7 +46,7 @@ def test_row_i_is_row_order_i_of_the_stored_layer(case, order, weight):
 
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.id)
 def test_a_dialect_that_cannot_be_reordered_says_so(case, weight):
-    with pytest.raises(FormatError, match="does not reorder the rows"):
+    with pytest.raises(FormatError, match="does not support reordering the rows"):
         case.format.reorder({}, ORDERS["any"])
 
 

@@ -144,6 +144,6 @@ def test_one_rank_alone_adds_the_bias_of_a_sum(weight):
 @pytest.mark.parametrize("case", [case for case in CASES if case not in CUT], ids=lambda case: case.id)
 def test_a_dialect_that_is_not_cut_says_so(case):
     with pytest.raises(
-        FormatError, match=r"(?s)hfq does not cut .* layers for tensor parallelism. Nothing was loaded"
+        FormatError, match=r"(?s)hfq does not support tensor parallelism for .* layers. Nothing was loaded"
     ):
         case.format.shard(rank_slice("out", OUT, 0, 2), {}, {})

@@ -276,7 +276,7 @@ def test_what_is_quantized_already_is_refused(name):
 
 def test_codes_that_no_config_names_are_refused(tmp_path):
     tiny_models.write_model(tmp_path, tiny_models.onloaded_tensors(FORMATS["fp8"]()), None)
-    with pytest.raises(FormatError, match=r"holds codes. Nothing was loaded"):
+    with pytest.raises(FormatError, match=r"contains quantized codes. Nothing was loaded"):
         load(tmp_path, method="rtn", group_size=32)
 
 
