@@ -1,4 +1,4 @@
-"""AWQ in its three layouts; 4 bits a code, but for the gemm files of gptqmodel, of 2 to 8.
+"""AWQ in its three layouts, with 4 bits per code, or 2 to 8 in gemm files of gptqmodel.
 
 gemm (AutoAWQ, gptqmodel, auto-round):
     qweight I32 [in, out / 8], qzeros I32 [groups, out / 8], scales [groups, out]
@@ -8,7 +8,7 @@ gemm (AutoAWQ, gptqmodel, auto-round):
 gemv:
     qweight I32 [out, in / 8], qzeros I32 [out, w], scales [out, 8 w]
     Nibbles in order; groups first, then padding.                              W[n, k] = (q - z) * s
-gemv_fast (llm-awq: `scaled_zeros` in place of `qzeros`):
+gemv_fast (llm-awq: `scaled_zeros` instead of `qzeros`):
     qweight I16 [out / 4, in], scales and qzeros [8 w, out], qzeros = -(z * s)
     Rows are interleaved by four, and channels reordered within 32.            W[n, k] = q * s + qzeros
 
@@ -44,7 +44,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column: the inverse of 
 
 @dataclass(frozen=True)
 class Awq(AwqShards, AwqOrder):
-    """AWQ with the parameters of one module; see the file's docstring for the layouts.
+    """AWQ with the parameters of one module; see the module docstring for the layouts.
 
     Attributes:
         version: The layout.
@@ -95,7 +95,7 @@ class Awq(AwqShards, AwqOrder):
             version = "gemv_fast" if qweight.dtype == "I16" else "gemm"
             return cls(
                 version=version, group_size=-1, num_bits=bits
-            )  # so that its specs can say what is wrong
+            )  # so that the check of its specs reports the shape
         is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] * bits == 32 * qweight.shape[-1]
         if is_gemm and scales is not None and scales.shape[:1] == qweight.shape[:1]:
             is_gemm = not _names_gemv(module, scales, config)
@@ -117,8 +117,8 @@ class Awq(AwqShards, AwqOrder):
                 file=qweight.range.file,
                 tensor=qweight.name,
                 expected=f"{bits} bits, as config.json says",
-                found=f"qweight {qweight} beside scales {scales}",
-                fix="correct `bits` in config.json",
+                found=f"qweight {qweight} and scales {scales}",
+                fix="Restore the original `bits` in config.json.",
             )
         return cls(version=version, group_size=hinted, zeros_name=zeros_name, num_bits=bits)
 
@@ -133,7 +133,7 @@ class Awq(AwqShards, AwqOrder):
                 f"AWQ {self.version} cannot hold a layer of this output size.",
                 expected=f"a multiple of {share}",
                 found=f"{out_features} output channels",
-                fix="check the config's sizes, or leave this layer dense",
+                fix="Choose another method, or add the layer to modules_to_not_convert.",
             )
         groups = in_features // span
         width, words = zeros_width(in_features, span), out_features * self.num_bits // 32
@@ -214,8 +214,9 @@ class Awq(AwqShards, AwqOrder):
         apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
 
     def _look_up_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The codes, or zero points, of output rows [start, stop) in gemm's words: float32 [words, stop -
-        start], contiguous.
+        """Returns the codes, or zero points, of output rows [start, stop) in gemm's words.
+
+        The result is float32 [words, stop - start], contiguous.
         """
         if self.num_bits != 4:
             return self._unpack_columns(words, start, stop).contiguous().to(torch.float32)
@@ -234,8 +235,9 @@ class Awq(AwqShards, AwqOrder):
         return self.pack(codes.flatten(1), scales, zeros)
 
     def scales_and_zeros(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero
-        points.
+        """Returns the scales and zero points for ranges `[low, high]` of weights.
+
+        Scales are float32 values that F16 can represent.
 
         Raises:
             FormatError: A range is too wide for F16.
@@ -249,13 +251,19 @@ class Awq(AwqShards, AwqOrder):
                 "The weight is out of the range of F16 scales.",
                 found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
                 expected=f"ranges of at most {torch.finfo(torch.float16).max * top:g}",
-                fix="leave this layer dense",
+                fix="Add the layer to modules_to_not_convert.",
             )
-        scales = torch.where(scales == 0, 1, scales)  # weights below what F16 holds: all round to 0
+        scales = torch.where(scales == 0, 1, scales)  # the weights are too small for F16, so all codes round to 0
         return scales, (-low / scales).round().clamp(0, top)
 
     def pack(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of a layer: from codes [out, in], scales and zero points [out, groups]."""
+        """Returns the tensors of a layer.
+
+        Args:
+            codes: Codes [out, in].
+            scales: Scales [out, groups].
+            zeros: Zero points [out, groups].
+        """
         codes = codes.to(torch.int32)
         zeros = zeros.to(torch.int32)
         scale = scales.to(torch.float16)
@@ -277,7 +285,7 @@ class Awq(AwqShards, AwqOrder):
         }
 
     def _unpack_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Columns [start, stop) of gemm's words; start is a multiple of `row_multiple`."""
+        """Returns columns [start, stop) of gemm's words; start is a multiple of `row_multiple`."""
         part = words[:, start * self.num_bits // 32 : -(-stop * self.num_bits // 32)]
         if self.num_bits != 4:
             return unpack_stream(part.t(), self.num_bits, stop - start).t()
@@ -291,33 +299,37 @@ class Awq(AwqShards, AwqOrder):
 
 
 def zeros_width(in_features: int, group_size: int) -> int:
-    """The words of zero points in a row: AutoAWQ's `calculate_zeros_width`."""
+    """Returns the words of zero points in a row, as AutoAWQ's `calculate_zeros_width`."""
     multiple = {64: 2, 32: 4}.get(group_size, 1)
     words = -(-(in_features // group_size) // 8)
     return multiple * -(-words // multiple)
 
 
 def _names_gemv(module: str, scales: TensorInfo, config: Mapping) -> bool:
-    """Whether the config calls the layout gemv, where the shapes would fit gemm as well.
+    """Returns True if the config calls the layout gemv, for shapes that also fit gemm.
 
     Raises:
-        FormatError: It calls it nothing.
+        FormatError: The config does not name the layout.
     """
     version = config.get("version") or config.get("checkpoint_format") or config.get("format")
     if version is None:
         raise FormatError(
-            f"Whether {module} is AWQ gemm or gemv cannot be told. Nothing was loaded.",
+            f"The AWQ layout of {module} is ambiguous: it can be gemm or gemv. Nothing was loaded.",
             file=scales.range.file,
             tensor=scales.name,
             expected="version in quantization_config",
             found=str(scales),
-            fix="restore the checkpoint's own version in config.json",
+            fix="Restore the original version in config.json.",
         )
     return str(version).lower() == "gemv"
 
 
 def _read_bits(module: str, config: Mapping) -> int:
-    """The bits of a code; and a layout that is none of AWQ's is refused."""
+    """Returns the bits of a code.
+
+    Raises:
+        FormatError: The config names a layout that is not one of AWQ's, or an invalid number of bits.
+    """
     version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
     if config.get("quant_method") == "awq" and str(version).lower() not in (
         "gemm",
@@ -326,18 +338,18 @@ def _read_bits(module: str, config: Mapping) -> int:
         "llm-awq",
     ):
         raise FormatError(
-            f"version={version!r} is an AWQ layout that hfq does not read. Nothing was loaded.",
+            f"version={version!r} is an AWQ layout that hfq does not support. Nothing was loaded.",
             tensor=module,
             file="config.json",
-            expected="gemm, gemv, gemv_fast or llm-awq",
+            expected="gemm, gemv, gemv_fast, or llm-awq",
             found=repr(version),
-            fix="re-export the checkpoint with version='gemm'",
+            fix="Export the checkpoint again with version='gemm'.",
         )
     return bounded_int(config, "bits", lambda bits: 2 <= bits <= 8, "2 to 8", module) or 4
 
 
 def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | None) -> int:
-    """The group size by the shape of the scales, where the config does not say."""
+    """Returns the group size that the shape of the scales implies, if the config does not state it."""
     if scales is None or len(scales.shape) != 2 or not all(scales.shape):
         return 128
     if version == "gemm":
@@ -351,11 +363,11 @@ def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | N
     fitting = sorted(size for size in sizes if zeros_width(in_features, size) == width)
     if len(fitting) != 1:
         raise FormatError(
-            f"The group size of an AWQ {version} layer cannot be told. Nothing was loaded.",
+            f"The group size of an AWQ {version} layer is ambiguous. Nothing was loaded.",
             file=scales.range.file,
             tensor=scales.name,
             expected="group_size in quantization_config",
             found=f"{scales}, which fits groups of {fitting}",
-            fix="restore the checkpoint's own group_size in config.json",
+            fix="Restore the original group_size in config.json.",
         )
     return fitting[0]

@@ -255,7 +255,7 @@ def bounded_int(
         return default
     if type(value) is not int or not allowed(value):
         raise FormatError(
-            f"quantization_config has an invalid {key}={value!r} for {module or 'the model'}. Nothing was loaded.",
+            f"{key}={value!r} in config.json is not valid for {module or 'the model'}. Nothing was loaded.",
             file="config.json",
             expected=what,
             found=repr(value),

@@ -1,15 +1,19 @@
 """bitsandbytes: LLM.int8() rows, and 4-bit blocks (nf4, fp4) with plain or double-quantized scales.
 
-int8:   weight I8 [out, in], SCB F32 [out] (the amax of a row), weight_format U8 [] = 0
-        W[n, k] = weight[n, k] * SCB[n] / 127
-4-bit:  weight [ceil(out * in / 2) bytes, 1], U8 or another storage dtype: codes of the flattened weight, high
-nibble first
-        weight.quant_map F32 [16]                    the value of each code
-        weight.absmax F32 [out * in / blocksize]     the scale of each block of the flattened weight, or,
-        double-quantized: weight.absmax U8, weight.nested_absmax F32 [n / 256], weight.nested_quant_map F32
-        [256] weight.quant_state.bitsandbytes__nf4 U8      JSON: quant_type, blocksize, dtype, shape,
-        nested_blocksize, nested_offset W.flat[i] = quant_map[code[i]] * absmax[i // blocksize]
-        absmax[j] = nested_quant_map[stored[j]] * nested_absmax[j // nested_blocksize] + nested_offset
+int8:
+    weight I8 [out, in], SCB F32 [out] (the amax of a row), weight_format U8 [] = 0
+    W[n, k] = weight[n, k] * SCB[n] / 127
+4-bit:
+    weight [ceil(out * in / 2) bytes, 1], U8 or another storage dtype
+                                                 codes of the flattened weight, high nibble first
+    weight.quant_map F32 [16]                    the value of each code
+    weight.absmax F32 [out * in / blocksize]     the scale of each block of the flattened weight
+    weight.quant_state.bitsandbytes__nf4 U8      JSON: quant_type, blocksize, dtype, shape,
+                                                 nested_blocksize, nested_offset
+    W.flat[i] = quant_map[code[i]] * absmax[i // blocksize]
+4-bit with double-quantized scales:
+    weight.absmax U8, weight.nested_absmax F32 [n / 256], weight.nested_quant_map F32 [256]
+    absmax[j] = nested_quant_map[stored[j]] * nested_absmax[j // nested_blocksize] + nested_offset
 
 Format: bitsandbytes' `Int8Params`, `QuantState.as_dict(packed=True)`.
 """
@@ -60,7 +64,10 @@ _FP4 = tuple(value / 6 for value in E2M1)
 
 @dataclass(frozen=True)
 class BnbInt8(ScaledCodes):
-    """LLM.int8(); see the file's docstring. `scheme` is what its own library does with activations."""
+    """LLM.int8(); see the module docstring.
+
+    `scheme` is the activation quantization of bitsandbytes.
+    """
 
     name = "bitsandbytes-int8"
     codes, scale = "weight", "SCB"
@@ -102,20 +109,20 @@ class BnbInt8(ScaledCodes):
         layout = int(tensors["weight_format"].reshape(-1)[0]) if "weight_format" in tensors else 0
         if layout != 0:
             raise FormatError(
-                "An int8 weight of bitsandbytes lies in tiles, which hfq does not read. Nothing was loaded.",
+                "An int8 weight of bitsandbytes is stored in tiles, which hfq does not support. Nothing was loaded.",
                 tensor=f"{module}.weight_format",
                 expected="0 (row)",
                 found=f"{layout} (col32, turing or ampere tiles)",
-                fix="load it with the bitsandbytes that wrote it and save it again with a current one",
+                fix="Load it with the bitsandbytes version that wrote it, and save it with a current version.",
             )
         return self
 
 
 def _read_scheme(config: Mapping) -> ActivationScheme:
-    """LLM.int8() with the threshold that the config names, 6 by default as in bitsandbytes.
+    """Returns LLM.int8() with the threshold of the config, 6 by default as in bitsandbytes.
 
     Raises:
-        FormatError: The threshold is no amplitude.
+        FormatError: The threshold is not a finite number of at least 0.
     """
     threshold = config.get("llm_int8_threshold", 6.0)
     if (
@@ -124,28 +131,28 @@ def _read_scheme(config: Mapping) -> ActivationScheme:
         or not 0 <= threshold < float("inf")
     ):
         raise FormatError(
-            f"quantization_config says llm_int8_threshold={threshold!r}. Nothing was loaded.",
+            f"llm_int8_threshold={threshold!r} in config.json is not valid. Nothing was loaded.",
             file="config.json",
             expected="a number, 0 or more",
             found=repr(threshold),
-            fix="correct llm_int8_threshold in config.json",
+            fix="Set llm_int8_threshold in config.json to a finite number, 0 or more.",
         )
     return ActivationScheme("token", dtype="int8", outlier_threshold=float(threshold))
 
 
 @dataclass(frozen=True)
 class Bnb4Bit(Format):
-    """nf4 and fp4 with the parameters of one module; see the file's docstring.
+    """nf4 and fp4 with the parameters of one module; see the module docstring.
 
     Attributes:
         quant_type: `nf4` or `fp4`.
-        storage: The dtype that the bytes of the codes are stored as.
-        is_nested: Whether the scales are quantized, too.
+        storage: The dtype that the bytes of the codes are stored in.
+        is_nested: True if the scales are quantized, too.
         blocksize: Weights that share a scale.
-        blocks: How many scales there are.
+        blocks: The number of scales.
         nested_blocksize: Scales that share a scale.
-        nested_offset: What is added to a double-quantized scale.
-        state_nbytes: The length of the JSON.
+        nested_offset: The number that is added to a double-quantized scale.
+        state_nbytes: The length of the JSON in bytes.
         size: (out, in) of the layer.
     """
 
@@ -203,7 +210,7 @@ class Bnb4Bit(Format):
                 tensor=f"{module}.{state}",
                 expected="nf4 or fp4, as config.json says",
                 found=f"{quant_type}; config: {hinted!r}",
-                fix="correct bnb_4bit_quant_type in config.json",
+                fix="Restore the original bnb_4bit_quant_type in config.json.",
             )
         return cls(
             quant_type=quant_type,
@@ -278,7 +285,7 @@ class Bnb4Bit(Format):
                 "The quantization state of a layer contradicts its tensors. Nothing was loaded.",
                 problems=wrong,
                 tensor=f"{module}.{_STATE}{self.quant_type}",
-                fix="the checkpoint is damaged, or of another model: download it again",
+                fix="Download the checkpoint again.",
             )
         return dataclasses.replace(self, nested_offset=float(offset) if self.is_nested else 0.0)  # type: ignore[arg-type]
 
@@ -336,7 +343,7 @@ class Bnb4Bit(Format):
         return stored
 
     def _absmax(self, tensors: Mapping[str, torch.Tensor], blocks: slice) -> torch.Tensor:
-        """The scales of these blocks, float32."""
+        """Returns the scales of these blocks in float32."""
         absmax = tensors["weight.absmax"][blocks]
         if not self.is_nested:
             return absmax.to(torch.float32)
@@ -357,15 +364,15 @@ class Bnb4Bit(Format):
                 tensor=f"{module}.{name}",
                 expected="a JSON object",
                 found=error,
-                fix="the checkpoint is damaged: download it again",
+                fix="Download the checkpoint again.",
             ) from None
         return state
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
-    """An object without a key that stands twice."""
+    """Returns the pairs as a dict, and raises an error if a key occurs twice."""
     if len(dict(pairs)) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a duplicate key")
     return dict(pairs)
 
 

@@ -1,19 +1,22 @@
-"""compressed-tensors' integer dialects (its FP8 is in fp8.py, its FP4 in fp4.py).
+"""Integer formats of compressed-tensors (its FP8 is in fp8.py, its FP4 in nvfp4.py and mxfp4.py).
 
 pack-quantized, 1 to 8 bits:
 
     weight_packed      I32 [out, in * bits / 32]    code + 2**(bits - 1), a bit stream along the input
     weight_scale       [out, groups], [out, 1] or [1]
-    weight_zero_point  I32 [out * bits / 32, groups]  only if asymmetric: packed along the output, offset as
-    the codes weight_g_idx       I32 [in]                     the group of each channel; only of old writers
-    with actorder="group" weight_shape       I64 [2]                      (out, in)
+    weight_zero_point  I32 [out * bits / 32, groups]  only if asymmetric: packed along the output, with the
+                                                      offset of the codes
+    weight_g_idx       I32 [in]                     the group of each channel; only of old writers with
+                                                    actorder="group"
+    weight_shape       I64 [2]                      (out, in)
 
-int-quantized and naive-quantized: one I8 code a weight (also for 4 bits), weight_scale, weight_zero_point I8.
+int-quantized and naive-quantized: one I8 code per weight (also for 4 bits), weight_scale, weight_zero_point
+I8.
 
     W[n, k] = (code[n, k] - zero_point[n, g]) * weight_scale[n, g]
 
-Format: compressed-tensors' `pack_to_int32`. Old writers let no code straddle two words: the width of
-    `weight_packed` tells.
+Format: compressed-tensors' `pack_to_int32`. In files of old writers, no code straddles two words. The width
+of `weight_packed` tells the difference.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ __all__ = ["IntQuantized", "PackQuantized"]
 
 @dataclass(frozen=True)
 class IntQuantized(ScaledCodes):
-    """int-quantized and naive-quantized; see the file's docstring."""
+    """int-quantized and naive-quantized; see the module docstring."""
 
     name = "int-quantized"
     codes, scale = "weight", "weight_scale"
@@ -97,27 +100,27 @@ class IntQuantized(ScaledCodes):
                 tensor=f"{module}.weight_scale",
                 expected=f"groups of {hinted}",
                 found=str(scale),
-                fix="correct group_size in config_groups of config.json",
+                fix="Restore the original group_size in config_groups of config.json.",
             )
         return detected
 
 
 @dataclass(frozen=True)
 class PackQuantized(PackShards, PackOrder):
-    """pack-quantized with the parameters of one module; see the file's docstring.
+    """pack-quantized with the parameters of one module; see the module docstring.
 
     Attributes:
         num_bits: 1 to 8.
-        is_straddling: Whether a code may lie in two words.
+        is_straddling: True if a code may straddle two words.
         scale_shape: The shape of the scale on disk.
         width: Words in a row of `weight_packed`.
-        is_symmetric: Whether there are no zero points.
-        zero_dtype: I32 where they are packed, I8 where they lie as they are.
-        has_g_idx: Whether the group of each channel is stored.
-        group_size: What the config says of it.
-        scheme: How the checkpoint wants activations quantized.
-        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
-        size: (out, in) of the layer; (0, 0) as long as `weight_shape` alone tells it.
+        is_symmetric: True if there are no zero points.
+        zero_dtype: I32 for packed zero points, I8 for unpacked ones.
+        has_g_idx: True if the group of each channel is stored.
+        group_size: The group size in the config; None if the config does not state it.
+        scheme: The activation quantization that the checkpoint requests.
+        others: Tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
+        size: (out, in) of the layer; (0, 0) if only `weight_shape` stores it.
     """
 
     name = "pack-quantized"
@@ -176,14 +179,14 @@ class PackQuantized(PackShards, PackOrder):
         )
 
     def sized(self, in_features: int, out_features: int) -> PackQuantized:
-        """Settles the bits by the width of a row, which must agree with the config."""
+        """Returns this format with the bits that the width of a row implies; the config must agree."""
         groups = self._groups(in_features)
         if not groups:
             raise FormatError(
                 "A layer has no scales.",
                 expected="at least one group",
                 found=f"weight_scale {list(self.scale_shape)}",
-                fix="the checkpoint is damaged: download it again",
+                fix="Download the checkpoint again.",
             )
         is_grouped = groups > 1 or (self.group_size or -1) > 0
         if is_grouped and not self.has_g_idx:
@@ -193,7 +196,7 @@ class PackQuantized(PackShards, PackOrder):
                     "The scales of a layer contradict the config.",
                     expected=f"groups of {self.group_size or 'one size'}",
                     found=f"{groups} groups of {in_features} channels",
-                    fix="correct group_size in config_groups of config.json",
+                    fix="Restore the original group_size in config_groups of config.json.",
                 )
         candidates = [self.num_bits] if self.num_bits else list(range(1, 9))
         layouts = [(bits, True) for bits in candidates] + [(bits, False) for bits in candidates if 32 % bits]
@@ -205,11 +208,11 @@ class PackQuantized(PackShards, PackOrder):
                 self, num_bits=bits, is_straddling=way, size=(out_features, in_features)
             )
         raise FormatError(
-            "The packed codes of a layer do not fit its input.",
+            "The quantized codes of a layer do not fit its input.",
             expected=f"{in_features} codes of "
             + (f"{self.num_bits} bits, as config.json says" if self.num_bits else "1 to 8 bits"),
             found=f"{self.width} words of 32 bits in a row",
-            fix="correct num_bits in config_groups of config.json",
+            fix="Restore the original num_bits in config_groups of config.json.",
         )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -260,11 +263,11 @@ class PackQuantized(PackShards, PackOrder):
         stored = tensors["weight_shape"].tolist() if "weight_shape" in tensors else list(self.size)
         if stored != list(self.size):
             raise FormatError(
-                "The stored shape of a layer is not its shape in the model. Nothing was loaded.",
+                "The stored shape of a layer differs from its shape in the model. Nothing was loaded.",
                 tensor=f"{module}.weight_shape",
                 expected=list(self.size),
                 found=stored,
-                fix="check the model's config against the checkpoint",
+                fix="Restore the original config.json of the checkpoint.",
             )
         if self.has_g_idx:
             check_index(module, "weight_g_idx", tensors["weight_g_idx"], self._groups(0))
@@ -295,7 +298,7 @@ class PackQuantized(PackShards, PackOrder):
                 "The groups of a layer do not divide its input.",
                 expected=f"a multiple of {groups} groups",
                 found=f"{in_features} input channels",
-                fix="choose another group_size",
+                fix="Choose a group_size that divides the input.",
             )
         grouped = weight.detach().to(torch.float32).reshape(out_features, groups, -1)
         if self.is_symmetric:
@@ -330,7 +333,10 @@ class PackQuantized(PackShards, PackOrder):
         return self.scale_shape[1] if len(self.scale_shape) == 2 else 1
 
     def zero_points(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor | None:
-        """The zero points of output rows [start, stop), float32 [rows, groups]; None where there are none."""
+        """Returns the zero points of output rows [start, stop), float32 [rows, groups].
+
+        Returns None if there are none.
+        """
         if self.is_symmetric:
             return None
         stored = tensors["weight_zero_point"]

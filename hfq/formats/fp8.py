@@ -1,16 +1,23 @@
-"""FP8 weights in nn.Linear's own orientation with one tensor of scales: every writer's dialect of it.
+"""FP8 weights in the orientation of nn.Linear with one tensor of scales, of every writer.
 
-    weight            F8_E4M3 or F8_E5M2 [out, in]
-    weight_scale_inv  the name of transformers, DeepSeek, Qwen; a multiplier in spite of its name (but see
-    `reciprocal`) weight_scale      the name of compressed-tensors, AutoFP8 and vLLM, fbgemm_fp8, ModelOpt
-    activation_scale, input_scale   the static scale of the activations, optional
+    weight                         F8_E4M3 or F8_E5M2 [out, in]
+    weight_scale_inv               the scale in files of transformers, DeepSeek, Qwen; a multiplier in
+                                   spite of its name (but see `reciprocal`)
+    weight_scale                   the scale in files of compressed-tensors, AutoFP8 and vLLM, fbgemm_fp8,
+                                   ModelOpt
+    activation_scale, input_scale  the static scale of the activations, optional
 
     W[n, k] = weight[n, k] * scale[…]
 
-The shape of the scale tells its strategy: [] or [1] one for the tensor, [out] or [out, 1] one for each row, a
-grid of ceil(out / b0) × ceil(in / b1) blocks (also as ModelOpt's [n, 1, k, 1]), or [out, in / group_size].
-Only a grid needs the config's word on the size of a block. A scale is F32, BF16 or F16, or a power of two as
-F8_E8M0 or U8 (OCP MX: 2**(u - 127)).
+The shape of the scale determines its strategy:
+
+- [] or [1]: one scale for the tensor.
+- [out] or [out, 1]: one scale for each row.
+- A grid of ceil(out / b0) × ceil(in / b1) blocks (also as ModelOpt's [n, 1, k, 1]). Only a grid requires the
+  block size from the config.
+- [out, in / group_size]: one scale for each group.
+
+A scale is F32, BF16 or F16, or a power of two as F8_E8M0 or U8 (OCP MX: 2**(u - 127)).
 """
 
 from __future__ import annotations
@@ -47,25 +54,24 @@ _SCALES = (*FLOATS, *_POWERS)
 
 @dataclass(frozen=True)
 class Fp8(Fp8Shards, Fp8Order):
-    """FP8 with the parameters of one module; see the file's docstring for the layout.
+    """FP8 with the parameters of one module; see the module docstring for the layout.
 
     Attributes:
         codes_dtype: `F8_E4M3` or `F8_E5M2`.
-        strategy: What shares a scale.
+        strategy: The weights that share a scale.
         block_structure: (out, in) of a block, for `strategy="block"`.
-        block_offset: How many (rows, columns) of its first block a slice of a layer leaves out.
+        block_offset: The number of (rows, columns) of its first block that a slice of a layer omits.
         group_size: Channels of a group, for `strategy="group"`.
         scale_name: The scale's name on disk.
         scale_shape: The scale's shape on disk; None for the strategy's usual one.
-        scale_dtype: F8_E8M0 or U8 for powers of two, else F32, which stands for any float; BF16 to quantize
-            with.
-        reciprocal: Whether the stored scale divides (gptqmodel's `weight_scale_semantics="inverse"`).
-        input_scale_name: The static activation scale's name on disk, None where there is none.
-        input_scale_shape: Its shape.
-        scheme: How the checkpoint wants activations quantized.
-        is_declared: Whether the config says which way the scale is meant.
-        is_power: Whether the config calls all scales powers of two.
-        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        scale_dtype: F8_E8M0 or U8 for powers of two, and F32 for any float. BF16 is used only to quantize.
+        reciprocal: True if the stored scale divides (gptqmodel's `weight_scale_semantics="inverse"`).
+        input_scale_name: The static activation scale's name on disk; None if there is none.
+        input_scale_shape: The static activation scale's shape.
+        scheme: The activation quantization that the checkpoint requests.
+        is_declared: True if the config states whether the scale multiplies or divides.
+        is_power: True if the config says that all scales are powers of two.
+        others: Tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
     """
 
     name = "fp8"
@@ -200,24 +206,25 @@ class Fp8(Fp8Shards, Fp8Order):
             and not bool((torch.frexp(scale)[0].abs() == 0.5).all())
         ):
             raise FormatError(
-                "A scale is no power of two, which the config calls all of them. Nothing was loaded.",
+                "A scale is not a power of two, but the config requires it. Nothing was loaded.",
                 tensor=f"{module}.{self.scale_name}",
                 found=scale.flatten()[:4].tolist(),
                 expected="powers of two, as U8 or F8_E8M0 or the same values as floats",
-                fix="the checkpoint was rewritten by a tool that cast its exponents: download the original",
+                fix="Download the original checkpoint. A tool may have cast the exponents of this copy.",
             )
         undeclared = self.scale_name == "weight_scale_inv" and not self.reciprocal and not self.is_declared
         if undeclared and float(scale.median()) > 1 and self.strategy != "channel":
             raise FormatError(
-                "Whether the scales of a layer multiply or divide cannot be told. Nothing was loaded.",
+                "The scales of a layer are ambiguous: they can multiply or divide. Nothing was loaded.",
                 tensor=f"{module}.{self.scale_name}",
                 expected="scales below 1, or weight_scale_semantics in quantization_config",
                 found=f"a median of {float(scale.median()):g}",
-                fix="restore the checkpoint's own weight_scale_semantics in config.json",
+                fix="Restore the original weight_scale_semantics in config.json.",
             )
         if undeclared and float(scale.median()) > 1:
             logger.warning(
-                "%s: its scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module
+                "%s: its scales are above 1, like reciprocal scales of gptqmodel; hfq reads them as such.",
+                module,
             )
             return dataclasses.replace(self, reciprocal=True)
         return self
@@ -248,7 +255,7 @@ class Fp8(Fp8Shards, Fp8Order):
                 "The group size does not divide the input.",
                 found=f"{in_features} input channels",
                 expected=f"a multiple of group_size={self.group_size}",
-                fix="choose another group_size",
+                fix="Choose a group_size that divides the input.",
             )
         scale = self._amax(weight).reshape(shape) / top
         scale = torch.where(scale == 0, 1, scale)
@@ -264,7 +271,10 @@ class Fp8(Fp8Shards, Fp8Order):
         return stored
 
     def _with_scale(self, module: str, weight: TensorInfo, scale: TensorInfo, hints: Hints) -> Fp8:
-        """Settles the strategy by the scale's shape; for a grid, with the config's word on what it covers."""
+        """Returns the format with the strategy that the scale's shape implies.
+
+        For a grid, the config states the block or group size.
+        """
         out_features, in_features = weight.shape
         grid = scale.shape if len(scale.shape) == 2 else ()
         is_grid_of_4 = len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1
@@ -275,7 +285,7 @@ class Fp8(Fp8Shards, Fp8Order):
             return dataclasses.replace(self, strategy="tensor", scale_shape=scale.shape)
         if scale.shape in ((out_features,), (out_features, 1)) and not hints.group_size:
             return dataclasses.replace(self, strategy="channel", scale_shape=scale.shape)
-        # a grid under the name of transformers is one of blocks
+        # with transformers' tensor name, a grid always has blocks
         may_be_grouped = self.scale_name == "weight_scale" or scale.dtype in ("U8", "F8_E8M0")
         is_grouped = hints.group_size is not None or (not hints.block and may_be_grouped)
         if grid and grid[0] == out_features and is_grouped and grid[1] and not is_grid_of_4:
@@ -287,7 +297,7 @@ class Fp8(Fp8Shards, Fp8Order):
                     tensor=scale.name,
                     expected=f"groups of {group_size} in {in_features} channels",
                     found=str(scale),
-                    fix="correct group_size in config.json, or re-export with one that divides the input",
+                    fix="Restore group_size in config.json, or export with one that divides the input.",
                 )
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
         block = hints.block or guess_block(module, weight, scale, is_grid_of_4)
@@ -299,7 +309,7 @@ class Fp8(Fp8Shards, Fp8Order):
                 tensor=f"{module}.{scale.name.rpartition('.')[2]}",
                 found=str(scale),
                 expected=f"{_grid(out_features, in_features, block)} blocks of {block}",
-                fix="correct the block size in config.json",
+                fix="Restore the original block size in config.json.",
             )
         return dataclasses.replace(self, strategy="block", block_structure=block, scale_shape=shape)
 
@@ -317,8 +327,9 @@ class Fp8(Fp8Shards, Fp8Order):
     def _apply_blocks(
         self, apply: Callable[..., object], panel: torch.Tensor, scale: torch.Tensor, start: int
     ) -> None:
-        """Applies its scales to each row of blocks in the panel; the last block of a row or column may be
-        ragged.
+        """Applies the scales to each row of blocks in the panel.
+
+        The last block of a row or column may be smaller.
         """
         block_out, block_in = self.block_structure or (128, 128)
         if scale.dim() == 4:

@@ -1,12 +1,12 @@
-"""The MXFP4 experts of gpt-oss: all experts of a layer fused in tensors of one more dimension.
+"""MXFP4 experts of gpt-oss, fused per layer into tensors with one more dimension.
 
-    experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16]   two codes a byte, the even channel in the low
-    nibble experts.gate_up_proj_scales U8 [experts, out, in / 32]       2**(u - 127)
+    experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16]   two codes per byte, the even channel in
+                                                                 the low nibble
+    experts.gate_up_proj_scales U8 [experts, out, in / 32]       2**(u - 127)
     experts.gate_up_proj_bias   [experts, out]
-    and the same of down_proj
 
-`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, with tensors
-`blocks`, `scales`, `bias`.
+The tensors of down_proj are the same. `hfq.formats.layouts.fused_experts.split_experts` makes the slice of
+each expert a separate module with tensors `blocks`, `scales`, `bias`.
 
 Source: openai/gpt-oss, transformers' `integrations/mxfp4.py`.
 """

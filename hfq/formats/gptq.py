@@ -1,19 +1,21 @@
-"""GPTQ as AutoGPTQ, gptqmodel and auto-round store it: int32 words packed along the input, scales and zeros
-by group.
+"""GPTQ format of AutoGPTQ, gptqmodel, and auto-round.
 
-    qweight  I32 [in * bits / 32, out]    codes, a bit stream along the input
+Codes are packed along the input into int32 words. Scales and zero points belong to groups.
+
+    qweight  I32 [in * bits / 32, out]      codes, a bit stream along the input
     qzeros   I32 [groups, out * bits / 32]  zero points, a bit stream along the output
     scales   F16 [groups, out]
-    g_idx    I32 [in]                     the group of each input channel; absent or
-                                          of length 1 where it is trivial
+    g_idx    I32 [in]                       the group of each input channel; absent or
+                                            of length 1 if it is trivial
 
     W[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
 
-Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores
-z. `"gptq_p"` (gptqmodel's planar layout, 2 to 8 bits) stores z, and lays 32 codes out in bit planes in place
-of one stream.
-How v1 adds the one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on
-the masked field for 3 bits), AutoGPTQ on each field without a mask.
+Format: the packers of AutoGPTQ and gptqmodel. `checkpoint_format="gptq"` (v1) stores z - 1, and `"gptq_v2"`
+stores z. `"gptq_p"` (gptqmodel's planar layout, 2 to 8 bits) stores z. It stores 32 codes in bit planes
+instead of one stream.
+
+Readers of v1 add the one in different ways, and the results differ for z = 0. gptqmodel adds it to the packed
+word (to the masked field for 3 bits). AutoGPTQ adds it to each field without a mask.
 """
 
 from __future__ import annotations
@@ -55,20 +57,20 @@ WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True)
 class Gptq(GptqShards, GptqOrder):
-    """GPTQ with the parameters of one module; see the file's docstring for the layout.
+    """GPTQ with the parameters of one module; see the module docstring for the layout.
 
     Attributes:
-        num_bits: 2, 3, 4 or 8; 2 to 8 where planar.
+        num_bits: 2, 3, 4 or 8; 2 to 8 if planar.
         group_size: Input channels that share a scale; -1 for all.
-        symmetric: Whether the config calls the zero points constant.
-        zero_reading: How a stored zero point becomes the real one.
-        g_idx_length: The length of `g_idx` in the file, None where it is absent.
-        says_symmetric: Whether the config says so itself.
-        is_nameless: Whether the config does not even name a method.
-        names_writer: Whether the config names the tool, or the layout, that stored the zero points.
-        needs_g_idx: Whether the config says `desc_act`, so that without `g_idx` the groups are unknown.
-        is_planar: Whether codes and zero points lie in bit planes (`gptq_p`).
-        act_order: Whether the groups are scattered over the input (`desc_act`); settled by `resolve`.
+        symmetric: True if the config says that the zero points are constant, or says nothing.
+        zero_reading: The computation of a zero point from its stored value.
+        g_idx_length: The length of `g_idx` in the file; None if it is absent.
+        says_symmetric: True if the config sets `sym` to true explicitly.
+        is_nameless: True if the config names neither a method nor bits.
+        names_writer: True if the config names the tool, or the layout, that stored the zero points.
+        needs_g_idx: True if the config says `desc_act`, so that the groups are unknown without `g_idx`.
+        is_planar: True if codes and zero points are in bit planes (`gptq_p`).
+        act_order: True if the groups are scattered over the input (`desc_act`); set by `resolve`.
     """
 
     name = "gptq"
@@ -141,8 +143,8 @@ class Gptq(GptqShards, GptqOrder):
                 file=tensors["qweight"].range.file,
                 tensor=f"{module}.qzeros",
                 expected=f"{hinted} bits, as config.json says",
-                found=f"{stored} bits: qzeros {tensors['qzeros']} beside scales {tensors['scales']}",
-                fix="correct `bits` (or `dynamic`) in config.json",
+                found=f"{stored} bits: qzeros {tensors['qzeros']} and scales {tensors['scales']}",
+                fix="Restore the original `bits` (or `dynamic`) in config.json.",
             )
         num_bits = stored or hinted
         if num_bits is None:
@@ -167,7 +169,7 @@ class Gptq(GptqShards, GptqOrder):
                 "GPTQ cannot hold a layer of this input size.",
                 expected=f"whole 32-bit words of {self.num_bits}-bit codes",
                 found=f"{in_features} input channels",
-                fix="check the config's sizes, or leave this layer dense",
+                fix="Choose other bits, or add the layer to modules_to_not_convert.",
             )
         groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
         is_trivial = self.g_idx_length in (None, 0, 1) and not self.needs_g_idx
@@ -176,7 +178,7 @@ class Gptq(GptqShards, GptqOrder):
                 "The groups of a GPTQ layer without g_idx do not divide its input.",
                 found=f"{in_features} input channels",
                 expected=f"a multiple of group_size={self.group_size}",
-                fix="correct group_size in config.json",
+                fix="Restore the original group_size in config.json.",
             )
         words_in, words_out = self._words(in_features), self._words(out_features)
         needs_g_idx = self.needs_g_idx and groups > 1
@@ -215,7 +217,7 @@ class Gptq(GptqShards, GptqOrder):
         )
         g_idx = tensors.get("g_idx")
         if g_idx is None or g_idx.numel() <= 1 or self.act_order:
-            return resolved  # without an index, or cut from a layer whose index was checked
+            return resolved  # there is no index, or it was checked before the layer was cut
         return dataclasses.replace(
             resolved, act_order=self._is_scattered(module, g_idx, tensors["scales"].shape[0])
         )
@@ -247,7 +249,7 @@ class Gptq(GptqShards, GptqOrder):
                 "GPTQ cannot hold a weight of this shape.",
                 found=f"[{out_features}, {in_features}]",
                 expected=f"sizes divisible by 32 and an input divisible by group_size={self.group_size}",
-                fix="choose another group_size, or leave this layer dense",
+                fix="Choose another group_size, or add the layer to modules_to_not_convert.",
             )
         grouped = weight.detach().to(torch.float32).t().reshape(in_features // span, span, out_features)
         scales, zeros = self.scales_and_zeros(grouped.amin(1), grouped.amax(1))
@@ -256,8 +258,9 @@ class Gptq(GptqShards, GptqOrder):
         return self.pack(codes.reshape(in_features, out_features), scales, zeros, g_idx)
 
     def scales_and_zeros(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero
-        points.
+        """Returns the scales and zero points for ranges `[low, high]` of weights.
+
+        Scales are float32 values that F16 can represent.
 
         Raises:
             FormatError: A range is too wide for F16.
@@ -271,11 +274,11 @@ class Gptq(GptqShards, GptqOrder):
                 "The weight is out of the range of F16 scales.",
                 found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
                 expected=f"at most about {torch.finfo(torch.float16).max * top / 2:g}",
-                fix="leave this layer dense",
+                fix="Add the layer to modules_to_not_convert.",
             )
         least = (
             1 if self.zero_reading == "field_plus_one" else 0
-        )  # AutoGPTQ's reading knows no zero point of 0
+        )  # AutoGPTQ's reading cannot represent a zero point of 0
         middle = torch.full_like(scales, 1 << (self.num_bits - 1))
         return scales, middle if self.symmetric else (-low / scales).round().clamp(least, top)
 
@@ -286,8 +289,13 @@ class Gptq(GptqShards, GptqOrder):
         zeros: torch.Tensor,
         g_idx: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a layer: from codes [in, out], scales and zero points [groups, out] and each
-        channel's group [in].
+        """Returns the tensors of a layer.
+
+        Args:
+            codes: Codes [in, out].
+            scales: Scales [groups, out].
+            zeros: Zero points [groups, out].
+            g_idx: The group of each channel [in]; None if it is not stored.
         """
         tensors = {"qweight": self._pack(codes), "qzeros": self._store_zeros(zeros.to(torch.int32))}
         tensors["scales"] = scales.to(torch.float16)
@@ -297,7 +305,7 @@ class Gptq(GptqShards, GptqOrder):
         return -(-count // 32) * self.num_bits if self.is_planar else -(-count * self.num_bits // 32)
 
     def zero_points(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The real zero points of output columns [start, stop): int32 [groups, stop - start]."""
+        """Returns the zero points of output columns [start, stop): int32 [groups, stop - start]."""
         first = start * self.num_bits // 32
         words = qzeros[:, first : self._words(stop)].t()
         if self.zero_reading == "word_plus_one":
@@ -323,10 +331,14 @@ class Gptq(GptqShards, GptqOrder):
         return (pack_planes if self.is_planar else pack_stream)(codes, self.num_bits)
 
     def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
-        """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
+        """Returns the zero reading that the stored zero points imply.
+
+        Symmetric zero points are one constant. This constant tells v1 from v2, regardless of the config's
+        label.
+        """
         differing = (
             qzeros[:1] if bool((qzeros == qzeros[:1]).all()) else qzeros
-        )  # one group tells what equal groups hold
+        )  # the first group suffices if all groups are equal
         middle, stored = 1 << (self.num_bits - 1), self._unpack(differing.t(), count)
         check_zero_points(module, stored, self)
         if not self.symmetric or self.is_planar:
@@ -334,12 +346,13 @@ class Gptq(GptqShards, GptqOrder):
         labelled_v2 = self.zero_reading == "stored"
         if labelled_v2 and bool((stored == middle - 1).all()):
             logger.warning(
-                "%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module
+                "%s: labeled gptq_v2, but its zero points are stored as in v1; hfq reads them as v1.", module
             )
             return "masked_plus_one"
         if not labelled_v2 and bool((stored == middle).all()):
             logger.warning(
-                "%s: labelled gptq (v1), but its zero points are stored as in v2; read as v2.", module
+                "%s: labeled gptq (v1), but its zero points are stored as in v2; hfq reads them as v2.",
+                module,
             )
             return "stored"
         return self.zero_reading

@@ -1,12 +1,17 @@
-"""HQQ's own files (`AutoHQQHFModel.save_to_safetensors`): 1, 2, 3, 4 or 8 bits, and no quantization_config.
+"""HQQ's file format (`AutoHQQHFModel.save_to_safetensors`), with 1, 2, 3, 4, or 8 bits.
 
-    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows; with view_as_float its bytes
-    as floats scale, zero [rows, 1] for axis 1, [1, columns] for axis 0
+Its checkpoints have no quantization_config.
+
+    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows; with view_as_float, its bytes
+                                     are stored as floats
+    scale, zero [rows, 1] for axis 1, [1, columns] for axis 0
     shape I64 [2], and scalars and strings as tensors: nbits, group_size, axis, packing, …
 
-    M is the flattened weight as [out * in / g, g] (axis 1) or [g, out * in / g] (axis 0).
-    Packing splits M into slabs of rows: the first lies in the highest bits. Three bits go ten to an int32,
-    with rows of padding. W.flat = ((M - zero) * scale).flat
+M is the flattened weight as [out * in / g, g] (axis 1) or [g, out * in / g] (axis 0). Packing splits M into
+slabs of rows, with the first slab in the highest bits. For 3 bits, an int32 holds ten codes, and rows are
+padded.
+
+    W.flat = ((M - zero) * scale).flat
 
 Format: hqq's `Quantizer` and `BitPack`.
 """
@@ -31,7 +36,7 @@ __all__ = ["Hqq"]
 _SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 _PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 _STORED_BITS = {8: (8, 7, 6, 5), 4: (4,), 3: (3,), 2: (2,), 1: (1,)}
-"""hqq stores 5 to 7 bits as bytes."""
+"""Actual bits by stored bits; hqq stores 5 to 7 bits as bytes."""
 _META: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
     "nbits": (("I32", "I64"), ()),
     "group_size": (("I32", "I64"), ()),
@@ -55,21 +60,21 @@ _META: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
         (("U8", "BOOL", "I32"), ()),
     ),
 }
-"""What hqq stores of itself: the dtypes, and the shape, which is any length for a text."""
+"""Tensors of metadata that hqq stores: the dtypes, and the shape; texts have any length."""
 
 
 @dataclass(frozen=True)
 class Hqq(Format):
-    """HQQ with the parameters of one module; see the file's docstring.
+    """HQQ with the parameters of one module; see the module docstring.
 
     Attributes:
         num_bits: 1, 2, 3, 4 or 8.
-        axis: 1 where a row of M is a group, 0 where a column is.
+        axis: 1 if a row of M is a group, 0 if a column is a group.
         group_size: Weights of a group.
-        groups: How many groups the scales are for, where a row of M is one.
-        meta: The scalars and strings beside the codes, as stored: (name, dtype, shape).
+        groups: The number of groups of the scales, if a row of M is a group.
+        meta: The scalars and strings of metadata, as stored: (name, dtype, shape).
         packed_shape: The shape of `W_q`.
-        codes_dtype: The dtype that `W_q` is stored as.
+        codes_dtype: The stored dtype of `W_q`.
         size: (out, in) of the layer.
     """
 
@@ -113,17 +118,17 @@ class Hqq(Format):
         ]
         if nested or packed.dtype not in ("U8", "I32", *FLOATS):
             raise FormatError(
-                "An HQQ layer of a kind that hfq does not read. Nothing was loaded.",
+                "The HQQ options of a layer are not supported. Nothing was loaded.",
                 file=packed.range.file,
                 tensor=packed.name,
-                expected="codes in U8, I32 or floats, with plain scales",
+                expected="codes in U8, I32, or floats, with unquantized scales",
                 found=", ".join(nested) or str(packed),
-                fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and "
-                "quant_scale=False",
+                fix="Quantize the model again with hqq 0.2.8 or later, quant_zero=False, and "
+                "quant_scale=False.",
             )
         meta = other_tensors(tensors, tuple(_META))
         if "nbits" not in tensors:
-            meta = (("nbits", "I32", ()), *meta)  # always written, so its specs miss it
+            meta = (("nbits", "I32", ()), *meta)  # hqq always writes nbits, so its absence must be an error
         groups = scale.shape[0] if scale is not None and axis == 1 and scale.shape else 0
         fitting = [
             bits for bits, slabs in _SLABS.items() if groups and packed.shape[0] == -(-groups // slabs)
@@ -141,8 +146,9 @@ class Hqq(Format):
         )
 
     def sized(self, in_features: int, out_features: int) -> Hqq:
-        """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in
-        `resolve`.
+        """Returns this format with the bits and group size that the shape of the codes implies.
+
+        `resolve` compares the stored scalars with them.
         """
         numel, (rows, width) = in_features * out_features, self.packed_shape
         for bits, slabs in _SLABS.items():
@@ -157,10 +163,10 @@ class Hqq(Format):
                     self, num_bits=bits, group_size=group_size, size=(out_features, in_features)
                 )
         raise FormatError(
-            "The packed codes of a layer do not fit its size.",
+            "The quantized codes of a layer do not fit its size.",
             expected=f"{numel} codes of 1, 2, 3, 4 or 8 bits",
             found=f"W_q {self.codes_dtype} {list(self.packed_shape)}",
-            fix="check the model's config against the checkpoint",
+            fix="Restore the original config.json of the checkpoint.",
         )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -213,10 +219,10 @@ class Hqq(Format):
             wrong.append(f"nbits: expected {self.num_bits}, found {nbits:g}")
         if wrong:
             raise FormatError(
-                "What an HQQ layer says of itself contradicts its tensors. Nothing was loaded.",
+                "The metadata of an HQQ layer contradicts its tensors. Nothing was loaded.",
                 tensor=f"{module}.W_q",
                 problems=wrong,
-                fix="quantize the model again with quant_zero=False and quant_scale=False",
+                fix="Quantize the model again with quant_zero=False and quant_scale=False.",
             )
         return self
 
@@ -243,7 +249,7 @@ class Hqq(Format):
                 "The group size does not divide the weight.",
                 expected=f"a multiple of {self.group_size}",
                 found=f"{weight.numel()} weights",
-                fix="choose another group_size",
+                fix="Choose a group_size that divides the number of weights.",
             )
         shape = (-1, self.group_size) if self.axis == 1 else (self.group_size, -1)
         matrix = weight.detach().to(torch.float32).reshape(shape)

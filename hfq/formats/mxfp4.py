@@ -1,13 +1,13 @@
-"""MXFP4: E2M1 codes under powers of two (E8M0) of 32 channels; and MXINT4, whose tensors look the same.
+"""MXFP4, with power-of-two scales (E8M0) of 32 channels, and MXINT4, with the same tensors.
 
     weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]
     W[n, k] = code[n, k] * 2**(weight_scale[n, k // 32] - 127)
 
-A code is E2M1, or for auto-round's data_type mx_int sign and magnitude in quarters. The experts of gpt-oss
-are in gpt_oss.py.
+A code is E2M1. For auto-round's data_type mx_int, it is a sign and a magnitude in quarters. The experts of
+gpt-oss are in gpt_oss.py.
 
-Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt. Format: OCP Microscaling Formats
-    1.0.
+Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt.
+Format: OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mxfp4(Fp4Format):
     Attributes:
         scale_dtype: U8 or F8_E8M0.
         stored_codes_name: `weight_packed`, or `weight` (ModelOpt).
-        is_integer: Whether the codes are those of MXINT4.
+        is_integer: True if the codes are MXINT4.
     """
 
     name = "mxfp4"
@@ -136,7 +136,9 @@ class Mxfp4(Fp4Format):
 
 
 def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
-    """Whether the config says that the codes, whose tensors look as those of MXFP4, are integers.
+    """Returns True if the config says that the codes are integers (MXINT4).
+
+    The tensors of MXINT4 and MXFP4 look the same.
 
     Raises:
         FormatError: The config says neither.
@@ -152,13 +154,13 @@ def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
     if kind.startswith("mx_int") or says_float:
         return kind.startswith("mx_int")
     raise FormatError(
-        "The config does not say whether 4-bit codes are MXFP4 or MXINT4, whose tensors look the same. "
+        "The format of 4-bit codes is ambiguous: MXFP4 and MXINT4 have the same tensors. "
         "Nothing was loaded.",
         file=codes.range.file,
         tensor=codes.name,
         expected="data_type, or a format, in quantization_config",
         found=str(codes),
-        fix="restore the checkpoint's own quantization_config in config.json",
+        fix="Restore the original quantization_config in config.json.",
     )
 
 

@@ -1,11 +1,12 @@
-"""NVFP4: E2M1 codes under E4M3 scales of 16 channels and one scale of the tensor.
+"""NVFP4: E2M1 codes, an E4M3 scale for each 16 channels, and one scale per tensor.
 
 compressed-tensors (nvfp4-pack-quantized), auto-round:
     weight_packed U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16], weight_global_scale F32 [1]
     W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] / weight_global_scale)
 ModelOpt:
-    weight U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32), weight_scale_2 F32
-    [] W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] * weight_scale_2)
+    weight U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32)
+    weight_scale_2 F32 []
+    W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] * weight_scale_2)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Nvfp4"]
 
 @dataclass(frozen=True)
 class Nvfp4(Fp4Format):
-    """NVFP4; see the file's docstring.
+    """NVFP4; see the module docstring.
 
     Attributes:
         stored_codes_name: `weight_packed` (compressed-tensors) or `weight` (ModelOpt).
@@ -90,7 +91,7 @@ class Nvfp4(Fp4Format):
 
     @property
     def global_name(self) -> str:
-        """The global scale: one divides, the other multiplies."""
+        """The name of the global scale; `weight_global_scale` divides, `weight_scale_2` multiplies."""
         return "weight_global_scale" if self.stored_codes_name == "weight_packed" else "weight_scale_2"
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:

@@ -1,10 +1,11 @@
-"""NVFP4 with scales in UE5M3, as auto-round writes it (data_type nvfp4_v2): no sign, five bits of exponent,
-three of mantissa.
+"""NVFP4 with UE5M3 scales, as auto-round writes it (data_type nvfp4_v2).
 
-weight_packed U8 [out, in / 2]    E2M1, the even channel in the low nibble
-weight_scale  U8 [out, in / 16]   2**(e - 15) * (1 + m / 8), for e = 0 2**-14 * m / 8; 255 is NaN
+UE5M3 has no sign, five bits of exponent, and three bits of mantissa.
 
-W[n, k] = e2m1(code[n, k]) * weight_scale[n, k // 16]
+    weight_packed U8 [out, in / 2]    E2M1, the even channel in the low nibble
+    weight_scale  U8 [out, in / 16]   2**(e - 15) * (1 + m / 8), for e = 0 2**-14 * m / 8; 255 is NaN
+
+    W[n, k] = e2m1(code[n, k]) * weight_scale[n, k // 16]
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Nvfp4E5m3"]
 
 @dataclass(frozen=True)
 class Nvfp4E5m3(Fp4Format):
-    """NVFP4 with UE5M3 scales; see the file's docstring."""
+    """NVFP4 with UE5M3 scales; see the module docstring."""
 
     name = "nvfp4-e5m3"
     group_size = 16
@@ -90,7 +91,7 @@ def _values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _table(device: torch.device) -> torch.Tensor:
-    """The value of each byte, float32 [256]."""
+    """Returns the value of each byte, float32 [256]."""
     byte = torch.arange(256, device=device)
     exponent, mantissa = byte >> 3, (byte & 7).to(torch.float32) / 8
     values = torch.where(

@@ -1,13 +1,16 @@
-"""optimum-quanto's own files (`QuantizedModelForCausalLM.save_pretrained`): model.safetensors beside
-quanto_qmap.json.
+"""optimum-quanto's file format (`QuantizedModelForCausalLM.save_pretrained`).
+
+The files are model.safetensors and quanto_qmap.json.
 
 qint8, qfloat8 (e4m3), qfloat8_e5m2:
     <m>.weight._data I8 or F8 [out, in], <m>.weight._scale [out, 1]
     W[n, k] = data[n, k] * scale[n]
 qint4, qint2, in groups of `g` consecutive weights of the flattened matrix [out * in / g, g]:
     <m>.weight._data._data U8 [rows / (8 / bits), g]   the low bits hold the first slab of rows, the next bits
-    the second, … <m>.weight._scale, <m>.weight._shift [rows, 1]
+                                                       the second, …
+    <m>.weight._scale, <m>.weight._shift [rows, 1]
     W = data * scale - shift
+
 Both have <m>.input_scale and <m>.output_scale, which no weight depends on.
 
 Format: optimum-quanto's `QBytesTensor`, `WeightQBitsTensor` and `pack_weights`.
@@ -32,12 +35,12 @@ __all__ = ["QuantoBits", "QuantoBytes"]
 
 _ACTIVATION_SCALES = ("input_scale", "output_scale")
 _KINDS = {"I8": ("qint8",), "F8_E4M3": ("qfloat8", "qfloat8_e4m3fn"), "F8_E5M2": ("qfloat8_e5m2",)}
-"""What quanto_qmap.json calls weights of these dtypes."""
+"""Names of weights of these dtypes in quanto_qmap.json."""
 
 
 @dataclass(frozen=True)
 class QuantoBytes(ScaledCodes):
-    """qint8 and qfloat8; see the file's docstring."""
+    """qint8 and qfloat8; see the module docstring."""
 
     name = "quanto-8bit"
     codes, scale = "weight._data", "weight._scale"
@@ -59,12 +62,12 @@ class QuantoBytes(ScaledCodes):
             return None
         if codes.dtype not in ("I8", "F8_E4M3", "F8_E5M2"):
             raise FormatError(
-                "A tensor of optimum-quanto is of a kind that hfq does not read. Nothing was loaded.",
+                "A tensor of optimum-quanto has an unsupported dtype. Nothing was loaded.",
                 file=codes.range.file,
                 tensor=codes.name,
-                expected="I8, F8_E4M3 or F8_E5M2",
+                expected="I8, F8_E4M3, or F8_E5M2",
                 found=str(codes),
-                fix="quantize the model as qint8 or qfloat8",
+                fix="Quantize the model again as qint8 or qfloat8.",
             )
         _check_qmap(module, codes, config, _KINDS[codes.dtype])
         return cls(
@@ -77,13 +80,13 @@ class QuantoBytes(ScaledCodes):
 
 @dataclass(frozen=True)
 class QuantoBits(Format):
-    """qint4 and qint2 with the parameters of one module; see the file's docstring.
+    """qint4 and qint2 with the parameters of one module; see the module docstring.
 
     Attributes:
         num_bits: 4 or 2.
         group_size: Weights of a group.
         packed_rows: Rows of the packed tensor.
-        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        others: Tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
         size: (out, in) of the layer.
     """
 
@@ -127,10 +130,10 @@ class QuantoBits(Format):
         if len(fitting) == 1:
             return dataclasses.replace(self, num_bits=fitting[0], size=(out_features, in_features))
         raise FormatError(
-            "The packed codes of a layer do not fit its size.",
+            "The quantized codes of a layer do not fit its size.",
             expected=f"{rows} groups in 4 or 2 bits",
             found=f"{self.packed_rows} packed rows of {self.group_size}",
-            fix="check the model's config against the checkpoint",
+            fix="Restore the original config.json of the checkpoint.",
         )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -194,21 +197,21 @@ class QuantoBits(Format):
 
 
 def _likely_bits(packed: TensorInfo, scale: TensorInfo | None) -> int:
-    """The bits by the number of groups, or 0 where that leaves a choice."""
+    """Returns the bits that the number of groups implies, or 0 if it is ambiguous."""
     groups = scale.shape[0] if scale is not None and scale.shape else 0
     fitting = [bits for bits in (4, 2) if groups and packed.shape[0] == -(-groups * bits // 8)]
     return fitting[0] if len(fitting) == 1 else 0
 
 
 def _qmap_entry(module: str, config: Mapping) -> Mapping:
-    """What quanto_qmap.json says of a module."""
+    """Returns the entry of a module in quanto_qmap.json."""
     qmap = config.get("quanto_qmap")
     entry = qmap.get(module) if isinstance(qmap, Mapping) else None
     return entry if isinstance(entry, Mapping) else {}
 
 
 def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[str, ...]) -> None:
-    """Refuses codes that quanto_qmap.json calls something else."""
+    """Raises an error if quanto_qmap.json gives the codes another type."""
     named = _qmap_entry(module, config).get("weights")
     if named is not None and named not in kinds:
         raise FormatError(
@@ -217,7 +220,7 @@ def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[st
             tensor=codes.name,
             expected=f"weights of {named!r}",
             found=str(codes),
-            fix="restore the checkpoint's own quanto_qmap.json",
+            fix="Restore the original quanto_qmap.json of the checkpoint.",
         )
 
 

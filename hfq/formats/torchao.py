@@ -1,16 +1,16 @@
-"""torchao as transformers saves it to safetensors: the schema of each tensor is in the file's `__metadata__`.
+"""torchao as transformers saves it to safetensors, with tensor schemas in `__metadata__`.
 
-    <m>._weight_qdata       F8_E4M3, F8_E5M2 or I8 [out, in]    also for 1 to 7 bits: one byte a code
+    <m>._weight_qdata       F8_E4M3, F8_E5M2 or I8 [out, in]    also for 1 to 7 bits: one byte per code
     <m>._weight_scale       [out, 1], [1, 1], [] or [out, groups]
     <m>._weight_zero_point  I8, of the scale's shape
     metadata "<m>.weight"   JSON {"_type": "Float8Tensor" | "Int8Tensor" | "IntxUnpackedToInt8Tensor",
-    "_data": {…},
-                            "_tensor_data_names": [...]}
+                                  "_data": {…}, "_tensor_data_names": [...]}
 
     W[n, k] = (qdata[n, k] - zero_point[n, g]) * scale[n, g]
 
-Without its metadata a file does not say what it holds, and is refused. Format: torchao's
-`prototype/safetensors`.
+A file without its metadata does not describe its contents, and hfq raises an error.
+
+Format: torchao's `prototype/safetensors`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PARTS = ("qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_poi
 
 @dataclass(frozen=True)
 class Torchao(ScaledCodes):
-    """torchao with the parameters of one module; see the file's docstring."""
+    """torchao with the parameters of one module; see the module docstring."""
 
     name = "torchao"
     codes = "_weight_qdata"
@@ -72,13 +72,13 @@ class Torchao(ScaledCodes):
         codes, scale, zero = (tensors.get(_PREFIX + part) for part in _PARTS[:3])
         if kind not in _TYPES or (codes is not None and codes.dtype not in _TYPES[kind]):
             raise FormatError(
-                "A tensor of torchao is of a kind that hfq does not read. Nothing was loaded.",
+                "A tensor of torchao has an unsupported type. Nothing was loaded.",
                 file=file,
                 tensor=codes.name if codes is not None else module,
                 expected=" or ".join(_TYPES),
                 found=f"{kind}: {codes}",
-                fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or "
-                "intx config",
+                fix="Load it with torchao, or quantize the model again with a weight-only float8, int8, or "
+                "intx config.",
             )
         data = schema.get("_data")
         names = schema.get("_tensor_data_names")
@@ -90,7 +90,7 @@ class Torchao(ScaledCodes):
                 tensor=scale.name,
                 expected=f"scales of blocks {block}",
                 found=str(scale),
-                fix="download the original file",
+                fix="Download the original file.",
             )
         is_dynamic = isinstance(data, Mapping) and (
             data.get("act_quant_kwargs") or data.get("activation_quantization")
@@ -107,18 +107,19 @@ class Torchao(ScaledCodes):
 
 
 def _fits(block: object, codes: tuple[int, ...], scale: tuple[int, ...]) -> bool:
-    """Whether scales of this shape are those of blocks of whole rows, or of groups of a row; the metadata may
-    not say.
+    """Returns True if scales of this shape fit the block size of the metadata.
+
+    Blocks must be whole rows or groups of a row. The metadata may omit the block size.
     """
     if len(codes) != 2 or len(scale) > 2:
-        return True  # not of a linear layer: the shapes themselves are refused
+        return True  # not a linear layer: the check of the shapes raises an error
     rows, groups = (*scale, 1, 1)[:2] if len(scale) != 0 else (1, 1)
     found = [codes[0] // max(rows, 1), codes[1] // max(groups, 1)]
     return block is None or (isinstance(block, list) and block == found)
 
 
 def _read_schema(module: str, config: Mapping, file: str) -> Mapping:
-    """The entry of the file's metadata for a module's weight."""
+    """Returns the entry of the file's metadata for a module's weight."""
     stored = (config.get("__metadata__") or {}).get(f"{module}.weight")
     try:
         schema = json.loads(stored) if isinstance(stored, str) else None
@@ -126,11 +127,11 @@ def _read_schema(module: str, config: Mapping, file: str) -> Mapping:
         schema = None
     if not isinstance(schema, Mapping):
         raise FormatError(
-            "A file of torchao has lost its metadata. Nothing was loaded.",
+            "The metadata of a torchao file is missing. Nothing was loaded.",
             file=file,
             tensor=f"{module}.weight",
             expected=f'an entry "{module}.weight" in __metadata__',
             found=repr(stored)[:80] if stored else "none",
-            fix="download the original file: a tool that rewrote it dropped its __metadata__",
+            fix="Download the original file. A tool may have dropped the __metadata__ of this copy.",
         )
     return schema

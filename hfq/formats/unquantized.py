@@ -1,5 +1,6 @@
-"""Float weights as a format of their own: an expert that a checkpoint leaves unpacked among packed ones, or
-by itself.
+"""Format of unquantized weights, for experts that a checkpoint leaves in floats.
+
+Such experts may be next to quantized ones, or alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Unquantized"]
 
 @dataclass(frozen=True)
 class Unquantized(Format):
-    """`weight` [out, in] in a float dtype; nothing is ever detected as this."""
+    """`weight` [out, in] in a float dtype; never detected from tensors."""
 
     name = "dense"
     num_bits: int = 16

@@ -244,7 +244,7 @@ def test_scales_that_may_multiply_or_divide_are_refused(shape, describe_tensors)
     tensors = {"weight": random_codes(40, 64), "weight_scale_inv": torch.full(shape, 2000.0)}
     with pytest.raises(
         FormatError,
-        match=r"(?s)multiply or divide cannot be told. Nothing was loaded.*weight_scale_semantics",
+        match=r"(?s)scales of a layer are ambiguous: they can multiply or divide. Nothing was loaded.*weight_scale_semantics",
     ):
         detect(describe_tensors, tensors, {"weight_block_size": [16, 24]} if shape else {})
 

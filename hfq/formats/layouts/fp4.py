@@ -1,5 +1,6 @@
-"""FP4 E2M1, two codes a byte, the even channel in the low nibble: what NVFP4, MXFP4 and gpt-oss have in
-common.
+"""FP4 E2M1 codes, two per byte, as in NVFP4, MXFP4, and gpt-oss.
+
+The even channel is in the low nibble.
 
     W[n, k] = e2m1(code[n, k]) * multiplier[n, k // group_size]
 
@@ -33,11 +34,11 @@ OTHERS = ("input_scale", "input_global_scale", "output_scale")
 
 @dataclass(frozen=True)
 class Fp4Format(Format):
-    """What the packings have in common; each names its tensors.
+    """Base class of the FP4 formats, which define their own tensor names.
 
     Attributes:
-        scheme: How the checkpoint wants activations quantized.
-        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        scheme: The activation quantization that the checkpoint requests.
+        others: Tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
     """
 
     num_bits: ClassVar[int] = 4
@@ -74,7 +75,7 @@ class Fp4Format(Format):
 
     @property
     def _span(self) -> int:
-        """Channels that share a scale."""
+        """The number of channels that share a scale."""
         return getattr(self, "group_size", 32)
 
     def _shape_codes(self, packed: torch.Tensor) -> torch.Tensor:
@@ -85,21 +86,22 @@ class Fp4Format(Format):
 
     @abstractmethod
     def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        """What each group of output rows [start, stop) is multiplied by: float32 [rows, groups]."""
+        """Returns the multiplier of each group of output rows [start, stop): float32 [rows, groups]."""
 
     @abstractmethod
     def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The stored scales for groups of these amplitudes, float32 [rows, groups]."""
+        """Returns the stored scales for groups with these amplitudes, float32 [rows, groups]."""
 
 
 def powers(scale: torch.Tensor) -> torch.Tensor:
-    """Powers of two stored as E8M0, as float32; 255 is NaN."""
+    """Returns powers of two stored as E8M0 in float32; 255 is NaN."""
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)
 
 
 def store_powers(amax: torch.Tensor, emax: int = 2) -> torch.Tensor:
-    """The shared exponents of MX groups, floor(log2(amax)) less the largest exponent of a code (OCP MX 1.0,
-    6.3), as U8.
+    """Returns the shared exponents of MX groups as U8.
+
+    The exponent is floor(log2(amax)) minus the largest exponent of a code (OCP MX 1.0, 6.3).
     """
     exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-120))) - emax
     return (exponent + 127).clamp(0, 254).to(torch.uint8)

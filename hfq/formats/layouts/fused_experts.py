@@ -1,17 +1,24 @@
-"""Packed experts that a checkpoint fuses into tensors of one more dimension: each expert's slice is a module
-of its own.
+"""Quantized experts that a checkpoint fuses into tensors with one more dimension.
 
-    experts.gate_up_proj_blocks [experts, …]            gpt-oss: `experts.<e>.gate_up_proj` with `blocks`,
-    `scales`, `bias` experts.gate_up_proj.weight [experts, out, in], …   any dialect:
-    `experts.<e>.gate_up_proj` with `weight`, … switch_mlp.gate_proj.weight [experts, out, in], …   MLX:
-    `experts.<e>.gate_proj` with `weight`, … input_linear.weight, output_linear.weight           GraniteMoe:
-    `experts.<e>.gate_up_proj`, `experts.<e>.down_proj` experts.gate_up_proj [experts, in, out], and
-    experts.gate_up_proj_weight_scale, …
-                                                        ModelOpt: `experts.<e>.gate_up_proj` with
-                                                            `transposed`, `weight_scale`, …
+The slice of each expert becomes a separate module.
 
-A slice along the first dimension is contiguous in the file, so that every expert is addressed by file and
-byte range.
+gpt-oss:
+    experts.gate_up_proj_blocks [experts, …]
+    becomes `experts.<e>.gate_up_proj` with `blocks`, `scales`, `bias`.
+Any format:
+    experts.gate_up_proj.weight [experts, out, in], …
+    becomes `experts.<e>.gate_up_proj` with `weight`, ….
+MLX:
+    switch_mlp.gate_proj.weight [experts, out, in], …
+    becomes `experts.<e>.gate_proj` with `weight`, ….
+GraniteMoe:
+    input_linear.weight, output_linear.weight
+    become `experts.<e>.gate_up_proj`, `experts.<e>.down_proj`.
+ModelOpt:
+    experts.gate_up_proj [experts, in, out], and experts.gate_up_proj_weight_scale, …
+    become `experts.<e>.gate_up_proj` with `transposed`, `weight_scale`, ….
+
+A slice along the first dimension is contiguous in the file. So a file and a byte range address every expert.
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 __all__ = ["TRANSPOSED", "split_experts"]
 
 TRANSPOSED = "transposed"
-"""The codes of one of ModelOpt's experts, inputs before outputs: the stored tensor has no name beside the
-layer's own.
+"""The local name of a ModelOpt expert's codes, which are stored with inputs before outputs.
+The stored tensor has only the name of the layer.
 """
 
 _GPT_OSS = re.compile(r"^(.*)\.(\w+_proj)_(blocks|scales|bias)$")
@@ -43,7 +50,7 @@ _MOST_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """Where the slices of a fused tensor belong, and how many there are."""
+    """The target names of the slices of a fused tensor, and their number."""
 
     experts: str
     projection: str
@@ -52,8 +59,9 @@ class _Slices:
 
 
 def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors, each fused tensor of packed experts replaced by its experts' slices; a single number is a
-    slice of every one.
+    """Replaces each fused tensor of quantized experts by the slices of its experts.
+
+    A tensor with a single number is a slice of every expert.
     """
     split: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
@@ -67,19 +75,19 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             source = ByteRange(info.range.file, info.range.offset + expert * nbytes, nbytes or info.nbytes)
             if part in tensors:
                 raise FormatError(
-                    "A checkpoint stores an expert twice. Nothing was loaded.",
+                    "The checkpoint stores an expert twice. Nothing was loaded.",
                     file=info.range.file,
                     tensor=part,
-                    expected="each expert fused with the others, or by itself",
+                    expected="each expert either fused or separate",
                     found=f"{part} and {name}",
-                    fix="download the checkpoint again, or remove one of the two",
+                    fix="Download the checkpoint again, or remove one of the two tensors.",
                 )
             split[part] = TensorInfo(part, info.dtype, info.shape[1:], source, part_of=name)
     return split
 
 
 def _target(name: str, tensors: Mapping[str, TensorInfo]) -> _Slices | None:
-    """The slices of a fused tensor; None for any other tensor."""
+    """Returns the slices of a fused tensor, or None for any other tensor."""
     if "_proj" not in name and "put_linear" not in name:
         return None
     leading = tensors[name].shape[:1]
@@ -105,6 +113,6 @@ def _target(name: str, tensors: Mapping[str, TensorInfo]) -> _Slices | None:
 
 
 def _codes_of(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
-    """The first of these tensors that there is, where it can be the codes of several experts."""
+    """Returns the first existing tensor of `names`, or None if it cannot be codes of experts."""
     codes = next((tensors[name] for name in names if name in tensors), None)
     return codes if codes is not None and len(codes.shape) == 3 and codes.dtype in _PACKED_DTYPES else None

@@ -1,14 +1,17 @@
-"""Output rows of a packed layer in another order, without unpacking its codes where rows are whole words.
+"""Reordering of the output rows of a quantized layer.
 
-Runtimes lay attention heads out in different ways (RoPE by halves or by pairs), so that the same layer has
-the same rows in another order there. Row `i` of the reordered layer is row `order[i]` of the stored one, bit
-for bit:
+Codes are not unpacked if rows are whole words. Runtimes order attention heads in different ways (RoPE by
+halves or by pairs), so their rows have another order. Row `i` of the reordered layer is bit-identical to row
+`order[i]` of the stored one:
 
-    GPTQ              columns of `qweight` and `scales`; zero points are unpacked, and packed again as the
-    writer packed them FP8, 8-bit codes  rows of the codes, and of the scales that belong to rows; a scale of
-    the whole tensor stays blocks of FP8     the scales stay where no row leaves its block; else each row gets
-    a copy of its block's AWQ gemm          columns of words, unpacked and packed again; AWQ gemv: rows
-    pack-quantized    rows of words; packed zero points are unpacked and packed again
+- GPTQ: reorders columns of `qweight` and `scales`. Zero points are unpacked, and packed again in the encoding
+  of the file.
+- FP8, 8-bit codes: reorders rows of the codes and of scales that belong to rows. A scale of the whole tensor
+  is unchanged.
+- FP8 with blocks: scales are unchanged if no row leaves its block. Otherwise each row gets a copy of its
+  block's scale.
+- AWQ gemm: unpacks columns of words and packs them again. AWQ gemv: reorders rows.
+- pack-quantized: reorders rows of words. Packed zero points are unpacked and packed again.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class GptqOrder(Format):
-    """How `Gptq` is reordered; the zero points keep their reading, also where a carry of v1 has run over
-    their words.
+    """Row reordering of `Gptq`.
+
+    Zero points keep their values and their reading, even if a carry of v1 crossed fields of a word.
     """
 
     def reorder(self, tensors: Mapping[str, torch.Tensor], order: torch.Tensor) -> tuple[Format, Tensors]:
@@ -40,7 +44,7 @@ class GptqOrder(Format):
 
 
 class Fp8Order(Format):
-    """How `Fp8` is reordered."""
+    """Row reordering of `Fp8`."""
 
     strategy: Any
     block_structure: tuple[int, int] | None
@@ -68,7 +72,7 @@ class Fp8Order(Format):
 
 
 class AwqOrder(Format):
-    """How `Awq` is reordered, in its gemm and gemv layouts."""
+    """Row reordering of `Awq`, in its gemm and gemv layouts."""
 
     version: str
     zeros_name: str
@@ -87,7 +91,7 @@ class AwqOrder(Format):
 
 
 class PackOrder(Format):
-    """How `PackQuantized` is reordered."""
+    """Row reordering of `PackQuantized`."""
 
     num_bits: int
     is_symmetric: bool
@@ -106,7 +110,7 @@ class PackOrder(Format):
 
 
 class ScaledOrder(Format):
-    """How `ScaledCodes` are reordered, but for a grid of blocks."""
+    """Row reordering of `ScaledCodes`, except for a grid of blocks."""
 
     codes: ClassVar[str]
     scale: ClassVar[str]
@@ -122,8 +126,12 @@ class ScaledOrder(Format):
 
 
 def _taken(tensors: Mapping[str, torch.Tensor], order: torch.Tensor, dims: Mapping[str, int]) -> Tensors:
-    """The tensors, those of `dims` with their output rows, which lie along that dimension, in the new
-    order.
+    """Returns the tensors, with those of `dims` reordered.
+
+    Args:
+        tensors: The tensors of a layer by local name.
+        order: The new order of the output rows.
+        dims: The dimension of the output rows, by local name.
     """
     return {
         local: _take(tensor, order, dims[local]) if local in dims else tensor
@@ -132,6 +140,6 @@ def _taken(tensors: Mapping[str, torch.Tensor], order: torch.Tensor, dims: Mappi
 
 
 def _take(tensor: torch.Tensor, order: torch.Tensor, dim: int) -> torch.Tensor:
-    """`index_select`, which torch does not have for every dtype of one byte."""
+    """Returns `index_select`, also for one-byte dtypes for which torch does not implement it."""
     flat = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     return flat.index_select(dim, order).view(tensor.dtype)

@@ -1,11 +1,10 @@
-"""What the dialects of unpacked 8-bit codes have in common: one code a weight, in nn.Linear's own
-orientation.
+"""Base of formats with one unpacked 8-bit code per weight, in the orientation of nn.Linear.
 
-    W[n, k] = (codes[n, k] - zero_point[n, g]) * weight_scale[n, g] (* column_scale[k])  with  g = k //
-    group_size
+    W[n, k] = (codes[n, k] - zero_point[n, g]) * weight_scale[n, g] (* column_scale[k])
+    with  g = k // group_size
 
-The shape of the scale tells what shares one: [] or [1] the tensor, [out] or [out, 1] a row, [out, groups] a
-group of a row. Only for a grid of blocks does a dialect need its config's word on their size.
+The shape of the scale tells which weights share it: [] or [1] for the tensor, [out] or [out, 1] for a row,
+and [out, groups] for a group of a row. Only a grid of blocks requires the block size from the config.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from hfq.tensor_spec import TensorInfo, TensorSpec
 __all__ = ["Others", "ScaledCodes", "other_specs", "other_tensors"]
 
 Others = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""(name, dtype, shape) of tensors that a save writes back and no weight depends on, as the scale of an
-activation.
+"""(name, dtype, shape) of tensors that are saved unchanged and that no weight depends on.
+
+An example is the scale of an activation.
 """
 
 _INTEGERS = ("U8", "I8", "I32", "I64")
@@ -40,15 +40,15 @@ _TOPS = {"I8": 127.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0}
 
 @dataclass(frozen=True)
 class ScaledCodes(ScaledShards, ScaledOrder):
-    """8-bit codes beside their scales; a dialect adds its names.
+    """8-bit codes with scales; each format defines the names of its tensors.
 
     Attributes:
         codes_dtype: `I8`, `F8_E4M3` or `F8_E5M2`.
         scale_shape: The shape of the scale on disk.
-        block: (out, in) of a block, where blocks share a scale.
-        zero_dtype: The dtype of the zero points on disk; None where there are none.
-        has_columns: Whether a scale for each input channel is stored, too.
-        others: Further tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        block: (out, in) of a block, if blocks share a scale; None otherwise.
+        zero_dtype: The dtype of the zero points on disk; None if there are none.
+        has_columns: True if the file also stores a scale for each input channel.
+        others: Further tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
     """
 
     codes: ClassVar[str]
@@ -96,7 +96,7 @@ class ScaledCodes(ScaledShards, ScaledOrder):
 
     @property
     def strategy(self) -> str:
-        """What shares a scale: `tensor`, `channel`, `group` or `block`."""
+        """The weights that share a scale: `tensor`, `channel`, `group` or `block`."""
         if self.block:
             return "block"
         if self.scale_shape in ((), (1,), (1, 1)):
@@ -127,10 +127,10 @@ class ScaledCodes(ScaledShards, ScaledOrder):
         shape = self._scale_shape(in_features, out_features)
         if self.block:
             raise FormatError(
-                "hfq does not pack int8 codes under a grid of blocks.",
+                "hfq does not support quantizing to int8 with a scale per block.",
                 expected="a scale for each row or group",
                 found=f"blocks of {self.block}",
-                fix="choose strategy channel or group",
+                fix="Choose strategy channel or group.",
             )
         groups = shape[1] if len(shape) == 2 and shape[0] == out_features else 1
         weight = weight.detach().to(torch.float32)
@@ -164,14 +164,14 @@ class ScaledCodes(ScaledShards, ScaledOrder):
         }
 
     def _rows_of(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The scales of output rows [start, stop), float32 [rows or 1, groups]."""
+        """Returns the scales of output rows [start, stop), float32 [rows or 1, groups]."""
         if not self.block:
             return rows_of(values, start, stop)
         row = torch.arange(start, stop, device=values.device) // self.block[0]
         return values[row].to(torch.float32)
 
     def _bare(self) -> ScaledCodes:
-        """This format without zero points and column scales: what one step of a code is worth."""
+        """Returns this format without zero points and column scales."""
         return dataclasses.replace(self, zero_dtype=None, has_columns=False)
 
     def _scale_shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
@@ -187,18 +187,18 @@ class ScaledCodes(ScaledShards, ScaledOrder):
                 "The groups of a layer do not divide its input.",
                 expected=f"a multiple of {groups} groups",
                 found=f"{in_features} input channels",
-                fix="check the config's sizes, or leave this layer dense",
+                fix="Choose a group size that divides the input, or add the layer to modules_to_not_convert.",
             )
         return (out_features, groups)
 
 
 def other_tensors(tensors: Mapping[str, TensorInfo], names: tuple[str, ...]) -> Others:
-    """(name, dtype, shape) of those of `names` that stand beside a module."""
+    """Returns (name, dtype, shape) of the tensors in `names` that the module has."""
     return tuple((name, tensors[name].dtype, tensors[name].shape) for name in names if name in tensors)
 
 
 def other_specs(others: Others) -> tuple[TensorSpec, ...]:
-    """What those tensors must be: one number each."""
+    """Returns the requirements on these tensors: one number each."""
     return tuple(
         TensorSpec(
             name,

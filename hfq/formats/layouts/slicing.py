@@ -1,9 +1,8 @@
-"""Where a packed layer may be cut for tensor parallelism, and which part of each of its tensors then belongs
-to a rank.
+"""Slices of quantized layers for tensor parallelism.
 
-A cut is exact: every weight of a slice is computed from the same codes, scales and zero points as in the
-whole layer. So it lies between whole words of packed codes, and between whole groups where the format has no
-other way to say which group a channel is in.
+A slice is exact: every weight is computed from the same codes, scales, and zero points as in the whole layer.
+So a cut must be between whole words of packed codes. It must also be between whole groups if the format has
+no other way to assign channels to groups.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Cuts = dict[str, Cut | None]
 
 
 class GptqShards(Format):
-    """How `Gptq` is cut: words of codes along both axes, groups along the input."""
+    """Slices of `Gptq`: between words of codes on both axes, and between groups of the input."""
 
     num_bits: int
     group_size: int
@@ -51,8 +50,10 @@ class GptqShards(Format):
     def _input_groups(
         self, part: LayerSlice, infos: Mapping[str, TensorInfo], g_idx: torch.Tensor | None
     ) -> tuple[Format, Cuts]:
-        """A slice of whole groups takes their scales and needs no g_idx; any other takes all scales, and its
-        part of g_idx.
+        """Returns a slice along the input.
+
+        A slice of whole groups holds their scales and needs no g_idx. Any other slice holds all scales and
+        its part of g_idx.
         """
         span = part.size if self.group_size == -1 else self.group_size
         groups, is_indexed = infos["scales"].shape[0], g_idx is not None and g_idx.numel() > 1
@@ -67,10 +68,10 @@ class GptqShards(Format):
         return self, {"scales": rows, "qzeros": rows}
 
     def _is_scattered(self, module: str, g_idx: torch.Tensor, groups: int) -> bool:
-        """Whether an index sends channels elsewhere than to the groups in their order (`desc_act`).
+        """Returns True if an index does not assign the channels to groups in order (`desc_act`).
 
         Raises:
-            FormatError: The index leaves its range, or groups without channels.
+            FormatError: The index is out of range, or a group has no channels.
         """
         span = g_idx.numel() if self.group_size == -1 else self.group_size
         trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
@@ -84,14 +85,15 @@ class GptqShards(Format):
                 tensor=f"{module}.g_idx",
                 expected=f"all of {groups} groups",
                 found=f"{g_idx.unique().numel()} of them",
-                fix="the checkpoint is damaged, or its g_idx was stripped: re-export it",
+                fix="Export the checkpoint again with its original g_idx.",
             )
         return not is_trivial
 
 
 class Fp8Shards(Format):
-    """How `Fp8` is cut: anywhere, but for groups of the input; a slice takes the scales of all blocks that it
-    reaches into.
+    """Slices of `Fp8`: at any position, except within groups of the input.
+
+    A slice holds the scales of all blocks that it overlaps.
     """
 
     strategy: Any
@@ -126,7 +128,7 @@ class Fp8Shards(Format):
 
 
 class AwqShards(Format):
-    """How `Awq` is cut in its gemm layout: words of codes along the output, groups along the input."""
+    """Slices of `Awq` gemm: between words of codes on the output, and groups on the input."""
 
     version: str
     num_bits: int
@@ -154,8 +156,9 @@ class AwqShards(Format):
 
 
 class PackShards(Format):
-    """How `PackQuantized` is cut: words of codes along the input, and of packed zero points along the
-    output.
+    """Slices of `PackQuantized`.
+
+    Cuts are between words of codes along the input, and between words of packed zero points along the output.
     """
 
     num_bits: int
@@ -195,7 +198,9 @@ class PackShards(Format):
             else infos["weight_packed"].shape[1]
         )
         found = _replaced(self, size=size, width=width, scale_shape=shape)
-        return found, _cuts(part, infos, cuts, ("weight_shape",))  # which is that of the whole layer
+        return found, _cuts(
+            part, infos, cuts, ("weight_shape",)
+        )  # weight_shape is the shape of the whole layer
 
     @property
     def _has_rows(self) -> bool:
@@ -219,8 +224,10 @@ class PackShards(Format):
 
 
 class ScaledShards(Format):
-    """How `ScaledCodes` are cut: anywhere along the output, but for a grid of blocks; between groups or
-    blocks along the input.
+    """Slices of `ScaledCodes`.
+
+    Cuts are at any position along the output, except within a block of a grid. Along the input, they are
+    between groups or blocks.
     """
 
     codes: ClassVar[str]
@@ -248,7 +255,7 @@ class ScaledShards(Format):
         return _replaced(self, scale_shape=shape), _cuts(part, infos, cuts)
 
     def _shared(self, part: LayerSlice, shape: tuple[int, ...]) -> int | None:
-        """How many neighbours along the axis of a cut share a scale; None where all do."""
+        """Returns the number of neighbors on the axis of a cut that share a scale; None if all do."""
         if self.block:
             return self.block[0 if part.axis == "out" else 1]
         if shape in ((), (1,), (1, 1)):
@@ -259,7 +266,7 @@ class ScaledShards(Format):
 
 
 def _words_along(found: Format, part: LayerSlice, num_bits: int, dim: int, is_planar: bool = False) -> Cut:
-    """The 32-bit words that a slice takes of a stream of codes, or of planes of 32 codes."""
+    """Returns the 32-bit words of a slice, from a stream of codes or from planes of 32 codes."""
     unit = 32 if is_planar else 32 // math.gcd(32, num_bits)
     _check_aligned(found, part, unit, f"32-bit words of {num_bits}-bit codes")
     stop = -(-part.stop // 32) * num_bits if is_planar else -(-part.stop * num_bits // 32)
@@ -267,27 +274,28 @@ def _words_along(found: Format, part: LayerSlice, num_bits: int, dim: int, is_pl
 
 
 def _cuts(part: LayerSlice, infos: Iterable[str], packed: Cuts, dropped: tuple[str, ...] = ()) -> Cuts:
-    """The cuts of all stored tensors of a layer; what is not among `packed` is held whole, but for the
-    bias.
+    """Returns the cuts of all stored tensors of a layer.
+
+    A rank holds all of each tensor that is not in `packed`, except for the bias.
     """
     cuts = {local: packed.get(local) for local in infos if local not in dropped}
     if "bias" in cuts and part.axis == "out":
         cuts["bias"] = Cut(0, part.start, part.stop)
     if part.axis == "in" and part.start > 0:
-        cuts.pop("bias", None)  # the rank that starts at 0 adds it
+        cuts.pop("bias", None)  # only the rank that starts at 0 adds the bias
     return cuts
 
 
 def _replaced(found: Any, **values: Any) -> Format:
-    """A format is a dataclass, which its base cannot say."""
+    """Returns a copy of a format, which is a dataclass, with these values replaced."""
     return dataclasses.replace(found, **values)
 
 
 def _check_aligned(found: Format, part: LayerSlice, multiple: int, what: str) -> None:
     if not part.is_aligned(multiple):
         raise FormatError(
-            f"A {found.describe()} layer cannot be cut there for tensor parallelism. Nothing was loaded.",
+            f"Tensor parallelism cannot cut a {found.describe()} layer at this position. Nothing was loaded.",
             found=str(part),
             expected=f"a cut between {what}",
-            fix="use fewer ranks (tp_size), or device_map in place of tp_plan",
+            fix="Use fewer ranks (tp_size), or pass device_map instead of tp_plan.",
         )

@@ -1,12 +1,14 @@
-"""The affine codes of MLX (mlx-lm), which transformers' `MetalConfig` writes too.
+"""Affine codes of MLX (mlx-lm), which `MetalConfig` of transformers also writes.
 
-    <m>.weight U32 [out, in * bits / 32]   the codes of a row one after the other, from the lowest bit of its
-    first word on <m>.scales, <m>.biases [out, in / g]   floats of one dtype; in transformers' files `qbiases`
+    <m>.weight U32 [out, in * bits / 32]
+        the codes of a row in sequence, from the lowest bit of its first word on
+    <m>.scales, <m>.biases [out, in / g]
+        floats of one dtype; `qbiases` in files of transformers
     W[n, k] = codes[n, k] * scales[n, k // g] + biases[n, k // g]
 
-config.json has `bits` and `group_size` of all layers under `quantization`, and those of one layer there under
-its name; the shapes say both, and decide. MLX's own dequantization of float16 and bfloat16 rounds the
-product, and the sum again; here both are float32.
+config.json stores `bits` and `group_size` of all layers under `quantization`. Entries for single layers are
+there under the layer's name. The shapes also determine both values, and they decide. MLX dequantizes float16
+and bfloat16 with a rounded product and a rounded sum. hfq computes both in float32.
 
 Format: `mlx.core.quantize` with mode "affine"; transformers' `MetalLinear`.
 """
@@ -34,7 +36,7 @@ _BITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 class MlxWords(Format):
-    """What MLX's modes have in common: the codes of a row in words, one after the other."""
+    """Base class of MLX's modes, in which words hold the codes of a row in sequence."""
 
     @property
     def codes_name(self) -> str:
@@ -52,13 +54,13 @@ class MlxWords(Format):
 
 @dataclass(frozen=True)
 class Mlx(MlxWords):
-    """Affine codes with the parameters of one module; see the file's docstring.
+    """Affine codes with the parameters of one module; see the module docstring.
 
     Attributes:
-        num_bits: Of a code; 0 as long as nothing tells it.
-        group_size: Channels of a group; 0 as long as nothing tells it.
+        num_bits: The bits of a code; 0 if they are not known yet.
+        group_size: Channels of a group; 0 if it is not known yet.
         words: Words of a row.
-        groups: Groups of a row; -1 where no scales are stored.
+        groups: Groups of a row; -1 if no scales are stored.
         biases_name: `biases` or `qbiases`.
     """
 
@@ -110,11 +112,11 @@ class Mlx(MlxWords):
         size = in_features // groups if groups and in_features % groups == 0 else 0
         if not bits or not size or self.num_bits not in (0, bits) or self.group_size not in (0, size):
             raise FormatError(
-                "The packed codes of a layer do not fit its input, or contradict the config.",
+                "The quantized codes of a layer do not fit its input, or contradict the config.",
                 expected=f"{in_features} codes of {self.num_bits or 'some'} bits, in groups of "
                 f"{self.group_size or 'one size'}",
                 found=f"{self.words} words of 32 bits and {self.groups} groups in a row",
-                fix="check `quantization` in config.json, and the model's sizes, against the checkpoint",
+                fix="Restore the original config.json of the checkpoint.",
             )
         return dataclasses.replace(self, num_bits=bits, group_size=size)
 
@@ -159,8 +161,9 @@ class Mlx(MlxWords):
 
 
 def layer_options(module: str, config: Mapping) -> Mapping:
-    """What the config says of one layer: under its name, where the experts of a layer have one together, or
-    else of all.
+    """Returns the config's options for one layer.
+
+    They are the layer's entry, the common entry of the experts of a layer, or the options of all layers.
     """
     names = (module, *(_EXPERT.sub(rf".{name}.", module) for name in ("experts", "switch_mlp")))
     return next((config[name] for name in names if isinstance(config.get(name), Mapping)), config)

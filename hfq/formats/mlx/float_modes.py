@@ -1,11 +1,13 @@
-"""The float codes of MLX: its modes mxfp4, nvfp4 and mxfp8, whose bytes are those of the formats of these
-names.
+"""Float codes of MLX, in its modes mxfp4, nvfp4, and mxfp8.
 
-    <m>.weight U32 [out, in * bits / 32]   the codes of a row one after the other, from the lowest bit of its
-    first word on <m>.scales U8 [out, in / g]            powers of two (E8M0) in groups of 32; of nvfp4 E4M3,
-    in groups of 16 W[n, k] = value(codes[n, k]) * scales[n, k // g]
+The bytes are those of the formats with these names.
+    <m>.weight U32 [out, in * bits / 32]
+        the codes of a row in sequence, from the lowest bit of its first word on
+    <m>.scales U8 [out, in / g]
+        powers of two (E8M0) in groups of 32; for nvfp4, E4M3 in groups of 16
+    W[n, k] = value(codes[n, k]) * scales[n, k // g]
 
-config.json has the `mode` where it has the bits (see mlx.py); the shapes must agree.
+config.json stores the `mode` next to the bits (see affine.py). The shapes must agree with it.
 
 Format: `mlx.core.quantize` with these modes; OCP Microscaling Formats 1.0.
 """
@@ -34,10 +36,10 @@ _MODES = ("mxfp4", "nvfp4", "mxfp8")
 
 @dataclass(frozen=True)
 class MlxFp4(MlxWords, Fp4Format):
-    """mxfp4 and nvfp4 with the parameters of one module; see the file's docstring.
+    """mxfp4 and nvfp4 with the parameters of one module; see the module docstring.
 
     Attributes:
-        mode: Which of them.
+        mode: `mxfp4` or `nvfp4`.
     """
 
     name = "mlx-fp4"
@@ -59,7 +61,7 @@ class MlxFp4(MlxWords, Fp4Format):
 
     @property
     def group_size(self) -> int:
-        """Channels that share a scale."""
+        """The number of channels that share a scale."""
         return 16 if self.mode == "nvfp4" else 32
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -89,7 +91,7 @@ class MlxFp4(MlxWords, Fp4Format):
 
 @dataclass(frozen=True)
 class MlxFp8(MlxWords):
-    """mxfp8; see the file's docstring."""
+    """mxfp8; see the module docstring."""
 
     name = "mlx-fp8"
     variants = (
@@ -127,21 +129,21 @@ class MlxFp8(MlxWords):
 
 
 def _mode_of(module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> str | None:
-    """The mode of a layer of floats; None for another layer.
+    """Returns the mode of a layer with float codes, or None for any other layer.
 
     Raises:
-        FormatError: It is none of those above, or its scales have one of their own.
+        FormatError: The mode is unknown, or the layer has a global scale.
     """
     weight, mode = tensors.get("weight"), layer_options(module, config).get("mode")
     if weight is None or weight.dtype != "U32" or len(weight.shape) != 2 or mode in (None, "affine"):
         return None
     if mode not in _MODES or "global_scale" in tensors:
         raise FormatError(
-            f"{module} is packed by MLX in a way that hfq does not read. Nothing was loaded.",
+            f"{module} is quantized in an MLX mode that hfq does not support. Nothing was loaded.",
             file=weight.range.file,
             tensor=weight.name,
-            expected=f"a mode of affine, {', '.join(_MODES)}, without a global scale",
+            expected=f"mode affine, {', '.join(_MODES)}, without a global scale",
             found=f"mode={mode!r}, {', '.join(sorted(tensors))}",
-            fix="quantize the model again with --q-mode affine",
+            fix="Quantize the model again with mlx_lm.convert --q-mode affine.",
         )
     return mode

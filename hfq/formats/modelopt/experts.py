@@ -1,18 +1,19 @@
-"""ModelOpt's experts of gpt-oss and Llama 4: those of a layer in one tensor, inputs before outputs as in the
-model.
+"""ModelOpt's experts of gpt-oss and Llama 4, fused per layer with inputs before outputs.
 
-    experts.gate_up_proj                F8_E4M3 [experts, in, out], or U8 [experts, in / 2, out], the even
-    channel in the low nibble experts.gate_up_proj_weight_scale   FP8: F32 [], or [experts]; NVFP4: F8_E4M3
-    [experts, in / 16, out] experts.gate_up_proj_weight_scale_2 F32 [], NVFP4 only
+    experts.gate_up_proj                F8_E4M3 [experts, in, out], or
+                                        U8 [experts, in / 2, out], the even channel in the low nibble
+    experts.gate_up_proj_weight_scale   FP8: F32 [], or [experts]; NVFP4: F8_E4M3 [experts, in / 16, out]
+    experts.gate_up_proj_weight_scale_2 F32 [], NVFP4 only
     experts.gate_up_proj_input_scale    F32 []
     experts.gate_up_proj_bias           [experts, out], gpt-oss only
-    and the same of down_proj; gate and up channels in the model's own order: in turns in gpt-oss, in halves
-    in Llama 4
 
-`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, whose codes
-it calls `transposed`; a number without dimensions belongs to every expert. What is left is ModelOpt's linear
-layer of the same dialect, transposed. In its other formats (MXFP8, MXFP4, W4A8_NVFP4_FP8) outputs share a
-scale here, which is not what it calibrates: they are refused.
+The tensors of down_proj are the same. Gate and up channels have the order of the model: interleaved in
+gpt-oss, in halves in Llama 4.
+
+`hfq.formats.layouts.fused_experts.split_experts` makes the slice of each expert a separate module and names
+its codes `transposed`. A number without dimensions belongs to every expert. The result is ModelOpt's linear
+layer of the same format, transposed. In ModelOpt's other formats (MXFP8, MXFP4, W4A8_NVFP4_FP8), the scales
+here are shared by outputs, unlike in its calibration. hfq does not support them.
 
 Source: ModelOpt 0.47, `export/unified_export_hf.py`.
 """
@@ -35,15 +36,15 @@ from hfq.tensor_spec import TensorInfo, TensorSpec
 __all__ = ["ModeloptExpert"]
 
 _VARIANTS: dict[str, type[Fp8 | Nvfp4]] = {"F8_E4M3": Fp8, "U8": Nvfp4}
-"""What the codes of an expert are, by their dtype."""
+"""The format of an expert's codes, by their dtype."""
 
 
 @dataclass(frozen=True)
 class ModeloptExpert(Format):
-    """One expert: a slice of the fused tensors; see the file's docstring.
+    """One expert: a slice of the fused tensors; see the module docstring.
 
     Attributes:
-        turned: The dialect of its tensors once codes and scales are transposed.
+        turned: The format of its tensors after codes and scales are transposed.
     """
 
     name = "modelopt-experts"
@@ -75,8 +76,8 @@ class ModeloptExpert(Format):
                 file=scale.range.file,
                 tensor=scale.part_of or scale.name,
                 expected="one number, or F8_E4M3 for each 16 inputs of an output",
-                found=f"{scale} beside {codes}",
-                fix="export the model again as FP8 or NVFP4",
+                found=f"{scale} for codes {codes}",
+                fix="Export the model again as FP8 or NVFP4.",
             )
         infos = {local: dataclasses.replace(info, shape=info.shape[::-1]) for local, info in tensors.items()}
         infos["weight"] = infos.pop(TRANSPOSED)

@@ -1,16 +1,19 @@
-"""NVIDIA ModelOpt's integer dialects (its FP8 is in fp8.py, its NVFP4 in fp4.py).
+"""Integer formats of NVIDIA ModelOpt (its FP8 is in fp8.py, its NVFP4 in nvfp4.py).
 
 W4A16_AWQ, W4A8_AWQ:
     weight U8 [out / 2, in]     rows 2r in the low nibble, 2r + 1 in the high one, two's complement
-    weight_scale [out, groups], pre_quant_scale [in], weight_scale_2 [] and input_scale (W4A8: the second, FP8
-    level only) W[n, k] = code[n, k] * weight_scale[n, g] (* pre_quant_scale[k])
-W8A8_SQ_PER_CHANNEL (whether SmoothQuant was applied or not), W8A16:
-    weight I8 [out, in], weight_scale [out], pre_quant_scale [in] (smoothed layers only), input_scale (W8A8
-    only) W[n, k] = weight[n, k] * weight_scale[n] (* pre_quant_scale[k])
+    weight_scale [out, groups], pre_quant_scale [in]
+    weight_scale_2 [] and input_scale (W4A8: the second, FP8 level only)
+    W[n, k] = code[n, k] * weight_scale[n, g] (* pre_quant_scale[k])
+W8A8_SQ_PER_CHANNEL (with or without SmoothQuant), W8A16:
+    weight I8 [out, in], weight_scale [out]
+    pre_quant_scale [in] (smoothed layers only), input_scale (W8A8 only)
+    W[n, k] = weight[n, k] * weight_scale[n] (* pre_quant_scale[k])
 
-`pre_quant_scale` multiplies the input of the layer, which is the same as multiplying the columns of its
-weight. MIXED_PRECISION names the algorithm of each layer in `quantized_layers`. Format: ModelOpt's unified
-Hugging Face export.
+`pre_quant_scale` multiplies the input of the layer, which is equivalent to multiplying the columns of its
+weight. MIXED_PRECISION names the algorithm of each layer in `quantized_layers`.
+
+Format: ModelOpt's unified Hugging Face export.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ __all__ = ["ModeloptInt4", "ModeloptInt8"]
 
 @dataclass(frozen=True)
 class ModeloptInt8(ScaledCodes):
-    """W8A8_SQ_PER_CHANNEL and W8A16; see the file's docstring."""
+    """W8A8_SQ_PER_CHANNEL and W8A16; see the module docstring."""
 
     name = "modelopt-int8"
     codes, scale = "weight", "weight_scale"
@@ -76,9 +79,9 @@ class ModeloptInt8(ScaledCodes):
                 tensor=weight.name,
                 expected=f"a weight of {algorithm}",
                 found=str(weight),
-                fix="correct quant_algo in config.json",
+                fix="Restore the original quant_algo in config.json.",
             )
-        # ModelOpt smooths every linear layer or none, but no experts that the model fuses
+        # ModelOpt smooths either every linear layer or none, and never the experts that the model fuses
         is_smoothed = (
             "SQ" in algorithm and bool(config.get("__smoothed__")) and "experts" not in module.split(".")
         )
@@ -99,12 +102,12 @@ class ModeloptInt8(ScaledCodes):
 
 @dataclass(frozen=True)
 class ModeloptInt4(Format):
-    """W4A16_AWQ and W4A8_AWQ with the parameters of one module; see the file's docstring.
+    """W4A16_AWQ and W4A8_AWQ with the parameters of one module; see the module docstring.
 
     Attributes:
         group_size: Input channels that share a scale.
-        has_columns: Whether `pre_quant_scale` is stored.
-        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        has_columns: True if `pre_quant_scale` is stored.
+        others: Tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
     """
 
     name = "modelopt-int4"
@@ -137,7 +140,7 @@ class ModeloptInt4(Format):
                 tensor=scale.name,
                 expected=f"[{2 * weight.shape[0]}, groups] whose groups divide {weight.shape[1]}",
                 found=str(scale),
-                fix="the checkpoint is damaged: download it again",
+                fix="Download the checkpoint again.",
             )
         group_size = weight.shape[1] // scale.shape[1]
         hinted = bounded_int(config, "group_size", lambda size: size >= 0, "a group size", module)
@@ -148,7 +151,7 @@ class ModeloptInt4(Format):
                 tensor=scale.name,
                 expected=f"groups of {hinted}",
                 found=str(scale),
-                fix="correct group_size in config.json",
+                fix="Restore the original group_size in config.json.",
             )
         return cls(
             group_size=group_size,
@@ -162,7 +165,7 @@ class ModeloptInt4(Format):
                 "ModelOpt's INT4 cannot hold a layer of this size.",
                 found=f"[{out_features}, {in_features}]",
                 expected=f"an even output and an input divisible by {self.group_size}",
-                fix="check the config's sizes",
+                fix="Choose another method, or add the layer to modules_to_not_convert.",
             )
         specs = [
             TensorSpec("weight", ("U8",), (out_features // 2, in_features), "codes"),
@@ -230,7 +233,7 @@ class ModeloptInt4(Format):
 
 
 def _settings_of(module: str, config: Mapping) -> Mapping:
-    """What the config says of a layer: under MIXED_PRECISION, its own entry."""
+    """Returns the config's options for a layer: under MIXED_PRECISION, its own entry."""
     if config.get("quant_algo") != "MIXED_PRECISION":
         return config
     layers = config.get("quantized_layers")
