@@ -1,5 +1,6 @@
-"""Rewrites a checkpoint in another format that holds the same numbers, or says which layer that dialect
-cannot hold.
+"""Conversion of checkpoints to other formats without changing any weight.
+
+If the target format cannot hold a layer, the conversion raises an error that names the layer.
 """
 
 from hfq.convert.checkpoint import ConvertReport, convert_checkpoint

@@ -1,5 +1,7 @@
-"""Converts a whole checkpoint: every layer is planned before anything is written, written tensor by tensor,
-and read back.
+"""Conversion of a whole checkpoint.
+
+hfq plans every layer before it writes anything. It then writes one tensor at a time and reads everything
+back.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ _CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob)_(scale|zero_point|global_s
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
-        layers: The packed layers, each read back bit-equal.
+        layers: The quantized layers, all bit-identical when read back.
         files: All files of the new folder.
-        nbytes: Their bytes.
-        source_nbytes: The bytes of the source's safetensors files.
-        left_out: What the source folder holds beside the checkpoint and was not copied.
+        nbytes: The size of these files in bytes.
+        source_nbytes: The size of the source's safetensors files in bytes.
+        left_out: The other files in the source folder that were not copied.
     """
 
     layers: int
@@ -59,32 +61,34 @@ class ConvertReport:
 def convert_checkpoint(
     source: Checkpoint, target: str | os.PathLike, to: str, progress: Callable[[int], None] | None = None
 ) -> ConvertReport:
-    """Writes a checkpoint in another format that holds the same numbers.
+    """Writes a checkpoint in another format without changing any weight.
 
-    Nothing is written unless every layer can be held without loss. The new folder gets its name once all of
-    it is on disk and every layer, read back from it, dequantizes to the same bits. One layer is in memory at
-    a time.
+    Nothing is written unless the format can hold every layer without loss. The new folder gets its name after
+    all files are on disk and every layer, read back from them, dequantizes to the same bits. Only one layer
+    is in memory at a time.
 
     Args:
-        source: The checkpoint. The other files of its folder are copied, but for those that describe the old
+        source: The checkpoint. The other files of its folder are copied, except those that describe the old
             quantization.
-        target: The folder to make: absent or empty, and outside the source.
+        target: The folder to create: absent or empty, and outside the source.
         to: One of `TARGET_FORMATS`.
-        progress: Called with the bytes of tensors written since its last call.
+        progress: A function that receives the bytes of tensors written since its last call; None for no
+            calls.
 
     Raises:
-        SetupError: There is no dialect of this name.
-        FormatError: The dialect cannot hold a layer, which is named, or the checkpoint is not quantized.
-        CheckpointError: `target` is taken; the disk is short or unwritable; the source changed meanwhile;
-            what was written does not read back as it should.
+        SetupError: There is no format of this name, or the checkpoint is already in this format.
+        FormatError: The format cannot hold a layer, which the error names, or the checkpoint is not
+            quantized.
+        CheckpointError: `target` is in use, the disk is full or not writable, the source changed during the
+            conversion, or the written files do not read back correctly.
     """
     variant = TARGET_FORMATS.get(to)
     if variant is None:
         raise SetupError(
-            f"hfq does not convert to {to!r}.{nearest(to, TARGET_FORMATS)}",
+            f"hfq cannot convert to {to!r}.{nearest(to, TARGET_FORMATS)}",
             expected=", ".join(TARGET_FORMATS),
             found=to,
-            fix="correct --to",
+            fix=f"Pass one of {', '.join(TARGET_FORMATS)}.",
         )
     folder = check_target(source, target)
     config = source_config(source) or {}
@@ -125,39 +129,39 @@ def _check_source(
             kinds = " or ".join(cls.name for cls in variant.sources)
             raise refusal(
                 name,
-                f"a dialect that holds the numbers of {variant.name}: {kinds}",
+                f"a format with the same numbers as {variant.name}: {kinds}",
                 layer.weight_format.describe(),
-                "quantize the original model again, or keep the checkpoint as it is",
+                "Quantize the original model again, or keep the checkpoint unchanged.",
             )
     if all(variant.is_source(layer.weight_format, method) for layer in layers.values()):
         raise SetupError(
-            f"The checkpoint is {variant.name} already. Nothing was written.",
+            f"The checkpoint is already in format {variant.name}. Nothing was written.",
             file=source.root,
             expected="another format",
             found=next(iter(layers.values())).weight_format.describe(),
-            fix=f"choose another of {', '.join(TARGET_FORMATS)}",
+            fix=f"Choose another of {', '.join(TARGET_FORMATS)}.",
         )
     packed = {info.name for layer in layers.values() for info in layer.infos.values()}
     for name, info in source.tensors.items():
         if name not in packed and info.dtype in _CODES:
             raise refusal(
                 name,
-                "floats, or codes of a layer that hfq knows",
+                "floats, or the codes of a quantized layer",
                 str(info),
-                "keep the checkpoint as it is: nothing tells what this is",
+                "Keep the checkpoint unchanged.",
             )
     cache = next((name for name in source.tensors if _CACHE_SCALES.search(name)), None)
     if cache is not None or config.get("kv_cache_scheme"):
         raise refusal(
             cache or "kv_cache_scheme",
-            "weights alone",
-            "a quantized KV cache, which the target has another way to ask for or none",
-            "keep the checkpoint as it is",
+            "quantization of weights only",
+            "a quantized KV cache, which the target cannot describe in the same way",
+            "Keep the checkpoint unchanged.",
         )
 
 
 def _dense_matrices(source: Checkpoint, layers: Mapping[str, SourceLayer]) -> list[str]:
-    """The modules that hold a float matrix: among them all linear layers that are not packed."""
+    """Returns the modules with a float matrix, among them all unquantized linear layers."""
     modules = {
         name.removesuffix(".weight"): info
         for name, info in source.tensors.items()
@@ -169,7 +173,10 @@ def _dense_matrices(source: Checkpoint, layers: Mapping[str, SourceLayer]) -> li
 def _shards(
     source: Checkpoint, layers: Mapping[str, SourceLayer], plans: Mapping[str, LayerPlan]
 ) -> tuple[list[NewFile], dict[str, list[TensorInfo]]]:
-    """The new files, and what each holds: as many as in the source, a layer's tensors all in one."""
+    """Returns the new files, and the contents of each.
+
+    There are as many files as in the source. All tensors of a layer are in the same file.
+    """
     packed = {info.name for layer in layers.values() for info in layer.infos.values()}
     tensors = {name: NewTensor.copied(info) for name, info in source.tensors.items() if name not in packed}
     devices = {name: source.tensors[name].range.file for name in tensors}
@@ -198,7 +205,7 @@ def _shards(
 
 
 def _place(source: Checkpoint, layers: Mapping[str, SourceLayer], name: str) -> tuple[str, int]:
-    """Where the source has a tensor, or the codes of the layer that a new tensor belongs to."""
+    """Returns the source file and offset of a tensor, or of the codes of its layer."""
     info = source.tensors.get(name)
     if info is None:
         layer = layers[name.rpartition(".")[0]]
@@ -219,12 +226,12 @@ def _part(tensor: NewTensor) -> ByteRange | Made:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    # has the buffer protocol
+    # memoryview accepts numpy arrays, which have the buffer protocol
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _json_files(source: Checkpoint, variant: Target, quantization: dict) -> list[NewFile]:
-    """config.json with the new quantization where the old one was, and what other tools want beside it."""
+    """Returns config.json with the new quantization, and the side files of other tools."""
     config, key = json.loads(json.dumps(source.config)), "quantization_config"
     owner = next(
         (each for each in (config, *config.values()) if isinstance(each, dict) and each.get(key) is not None),
@@ -240,7 +247,7 @@ def _json_files(source: Checkpoint, variant: Target, quantization: dict) -> list
 def _check_written(
     folder: Path, config: Mapping, layers: Mapping[str, SourceLayer], source: Checkpoint
 ) -> None:
-    """Reads the new folder as any other checkpoint, and compares every layer with the source's."""
+    """Reads the new folder as a checkpoint and compares every layer with the source's."""
     written = Checkpoint.open(folder)
     try:
         found = read_layers(written, config, Reader(written))
@@ -262,5 +269,5 @@ def _unlike(tensor: str | None, expected: object, found: object) -> CheckpointEr
         tensor=tensor,
         expected=expected,
         found=found,
-        fix="check the disk; if it is sound, this is a fault in hfq: report it",
+        fix="Check the disk for errors. If it has none, report this as a bug in hfq.",
     )

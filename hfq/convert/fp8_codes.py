@@ -1,8 +1,9 @@
-"""FP8 codes with multiplying scales: transformers' fine-grained FP8 and compressed-tensors' float-quantized.
+"""FP8 codes with multiplying scales: fine-grained FP8 and float-quantized.
 
-Both store the weight as it is; they differ in the name, the shape and the dtype of the scale, in what may
-share one (a tensor or a block, and for compressed-tensors also a row or a group), and in how their configs
-ask for activations to be quantized.
+transformers' fine-grained FP8 and compressed-tensors' float-quantized store the weight in the same way. They
+differ in the name, shape, and dtype of the scale, and in the weights that share a scale: a tensor or a block,
+and for compressed-tensors also a row or a group. Their configs also request activation quantization in
+different ways.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["FineGrainedOptions", "FloatOptions", "plan_fine_grained", "plan_floa
 
 @dataclass(frozen=True)
 class FineGrainedOptions:
-    """What a config of fine-grained FP8 says of all layers together."""
+    """Options of a config of fine-grained FP8, which apply to all layers."""
 
     block: tuple[int, int] | None
     is_static: bool
@@ -28,7 +29,7 @@ class FineGrainedOptions:
 
 @dataclass(frozen=True)
 class FloatOptions:
-    """What a config group of float-quantized says of a layer."""
+    """Options of a config group of float-quantized, which apply to one layer."""
 
     strategy: str
     block: tuple[int, int] | None
@@ -37,7 +38,7 @@ class FloatOptions:
 
 
 def plan_fine_grained(layer: SourceLayer) -> LayerPlan:
-    """The layer as transformers' fine-grained FP8.
+    """Plans a layer as transformers' fine-grained FP8.
 
     Raises:
         FormatError: Fine-grained FP8 cannot hold the layer.
@@ -48,7 +49,7 @@ def plan_fine_grained(layer: SourceLayer) -> LayerPlan:
             f"{layer.module}.{found.scale_name}",
             "one scale for the tensor, or for each block",
             f"one for each {found.strategy}",
-            "keep it as compressed-tensors: fine-grained FP8 has no such scales",
+            "Keep the checkpoint in compressed-tensors format.",
         )
     block = found.block_structure if found.strategy == "block" else None
     scheme = found.scheme
@@ -59,7 +60,7 @@ def plan_fine_grained(layer: SourceLayer) -> LayerPlan:
             layer.module,
             f"activations that fine-grained FP8 rounds {_describe(expected)}, or with a static scale",
             _describe(scheme),
-            "keep it as it is: the target would round activations in another way",
+            "Keep the checkpoint unchanged. The target format rounds activations differently.",
         )
     scale = _scale(layer, found, () if block is None else _grid(layer, found), "F32")
     tensors = {"weight": NewTensor.copied(layer.infos["weight"]), "weight_scale_inv": scale}
@@ -69,7 +70,7 @@ def plan_fine_grained(layer: SourceLayer) -> LayerPlan:
 
 
 def plan_float(layer: SourceLayer) -> LayerPlan:
-    """The layer as compressed-tensors' float-quantized.
+    """Plans a layer as compressed-tensors' float-quantized.
 
     Raises:
         FormatError: float-quantized cannot hold the layer.
@@ -81,14 +82,14 @@ def plan_float(layer: SourceLayer) -> LayerPlan:
             f"{layer.module}.{found.scale_name}",
             "float scales",
             f"powers of two of groups of {found.group_size} (MXFP8)",
-            "keep it as mxfp8-quantized, which compressed-tensors reads",
+            "Keep the checkpoint as mxfp8-quantized, which compressed-tensors reads.",
         )
     if scheme is not None and (scheme.upper_bound is not None or scheme.dtype != "e4m3"):
         raise refusal(
             layer.module,
             "activations that are rounded to FP8 without a bound",
             _describe(scheme),
-            "keep the checkpoint as it is",
+            "Keep the checkpoint unchanged.",
         )
     shapes = {"tensor": (1,), "channel": (out_features, 1), "block": _grid(layer, found)}
     shape = shapes.get(found.strategy, layer.infos[found.scale_name].shape)
@@ -105,36 +106,38 @@ def plan_float(layer: SourceLayer) -> LayerPlan:
 
 
 def _checked(layer: SourceLayer) -> Fp8:
-    """The format of a layer whose numbers both dialects have."""
+    """Returns the format of a layer whose numbers both formats can hold."""
     found = layer.weight_format
     if not isinstance(found, Fp8) or found.codes_dtype != "F8_E4M3":
-        raise refusal(layer.module, "FP8 codes, e4m3", found.describe(), "keep the checkpoint as it is")
+        raise refusal(layer.module, "FP8 codes, e4m3", found.describe(), "Keep the checkpoint unchanged.")
     if found.reciprocal:
         raise refusal(
             f"{layer.module}.{found.scale_name}",
             "scales that multiply",
             "scales that divide, whose reciprocals would be rounded",
-            "keep the checkpoint as it is",
+            "Keep the checkpoint unchanged.",
         )
     if found.others:
         raise refusal(
             f"{layer.module}.{found.others[0][0]}",
             "a weight, its scale, and the scale of its input",
-            "another tensor beside them",
-            "keep the checkpoint as it is",
+            "a further tensor",
+            "Keep the checkpoint unchanged.",
         )
     return found
 
 
 def _grid(layer: SourceLayer, found: Fp8) -> tuple[int, ...]:
-    """The shape of the scales of blocks, two sizes also where the file has four."""
+    """Returns the shape of the scales of blocks: two sizes, even if the file has four."""
     shape = layer.infos[found.scale_name].shape
     return (shape[0], shape[2]) if len(shape) == 4 else shape
 
 
 def _scale(layer: SourceLayer, found: Fp8, shape: tuple[int, ...], dtype: str | None) -> NewTensor:
-    """The scale in a dtype (None for its own, if that is a float), which holds all of its values: F32 holds
-    those of any other.
+    """Returns the scale in a dtype that holds all of its values.
+
+    A `dtype` of None means the scale's own dtype if that is a float, and otherwise F32, which holds the
+    values of every other dtype.
     """
     info = layer.infos[found.scale_name]
     wanted = dtype or (info.dtype if info.dtype in FLOATS else "F32")

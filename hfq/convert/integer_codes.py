@@ -1,10 +1,9 @@
-"""Integer codes with a scale and a zero point for each group: GPTQ v1 and v2, and compressed-tensors'
-pack-quantized.
+"""Integer codes with scales and zero points of groups: GPTQ v1, v2, and pack-quantized.
 
-All of them lay unsigned codes out as one bit stream along the input; GPTQ by columns and pack-quantized,
-which calls the codes signed and adds 2**(bits - 1) before it packs, by rows. So codes are transposed and
-never unpacked, but for gptqmodel's planar layout and for pack-quantized of old writers, in which no code
-straddles two words. Zero points are transposed likewise; v1 stores them minus one.
+All of them store unsigned codes as one bit stream along the input, GPTQ by columns and pack-quantized by
+rows. (pack-quantized calls the codes signed and adds 2**(bits - 1) before it packs them.) So codes are
+transposed and never unpacked. Exceptions are gptqmodel's planar layout, and pack-quantized of old writers, in
+which no code straddles two words. Zero points are transposed, too; v1 stores them minus one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SLAB_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """What a GPTQ config says of a layer."""
+    """Options of a GPTQ config for one layer."""
 
     bits: int
     group_size: int
@@ -37,8 +36,9 @@ class GptqOptions:
 
 @dataclass(frozen=True)
 class PackOptions:
-    """What a config group of pack-quantized says of a layer; `group_size` is None for a scale for each
-    row.
+    """Options of a config group of pack-quantized for one layer.
+
+    A `group_size` of None means one scale for each row.
     """
 
     num_bits: int
@@ -48,15 +48,15 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class _Groups:
-    """The small tensors of a layer in no dialect's own way.
+    """The small tensors of a layer, independent of the format.
 
     Attributes:
-        num_bits: Bits of a code.
+        num_bits: The bits of a code.
         group_size: Channels of a group; -1 for all.
-        is_symmetric: Whether the source says so and every zero point is 2**(bits - 1).
-        zeros: int32 [groups, out], the real zero points of unsigned codes.
-        scales: [groups, out] in the dtype they are stored in.
-        g_idx: int32 [in] where groups are scattered over the input, else None.
+        is_symmetric: True if the source says so and every zero point is 2**(bits - 1).
+        zeros: int32 [groups, out], the zero points of unsigned codes.
+        scales: [groups, out] in their stored dtype.
+        g_idx: int32 [in] if groups are scattered over the input; None otherwise.
     """
 
     num_bits: int
@@ -68,7 +68,7 @@ class _Groups:
 
 
 def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
-    """The layer as GPTQ v1 or v2.
+    """Plans a layer as GPTQ v1 or v2.
 
     Raises:
         FormatError: GPTQ, or this version of it, cannot hold the layer.
@@ -80,15 +80,15 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
             layer.module,
             "2, 3, 4 or 8 bits, whole 32-bit words along both sides",
             f"{bits} bits of [{out_features}, {in_features}]",
-            "keep the checkpoint as it is",
+            "Keep the checkpoint unchanged.",
         )
     lowest, highest = int(groups.zeros.min()), int(groups.zeros.max())
     if is_v1 and lowest == 0:
         raise refusal(
             f"{layer.module}.qzeros",
-            "zero points of 1 or more: readers of v1 disagree on a stored -1",
+            "zero points of 1 or more, because tools read a stored -1 in different ways",
             "a zero point of 0",
-            "convert to gptq_v2",
+            "Convert to gptq_v2.",
         )
     _check_zeros(layer, highest, bits)
     words_in = in_features * bits // 32
@@ -119,7 +119,7 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
 
 
 def plan_pack(layer: SourceLayer) -> LayerPlan:
-    """The layer as compressed-tensors' pack-quantized.
+    """Plans a layer as compressed-tensors' pack-quantized.
 
     Raises:
         FormatError: pack-quantized cannot hold the layer.
@@ -129,9 +129,9 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
     if groups.g_idx is not None:
         raise refusal(
             f"{layer.module}.g_idx",
-            "groups of neighbouring channels: compressed-tensors has given up actorder='group'",
+            "groups of neighboring channels, because compressed-tensors dropped actorder='group'",
             "channels in activation order",
-            "keep it as GPTQ, or quantize again without act-order",
+            "Keep the checkpoint in GPTQ format, or quantize again with desc_act=False.",
         )
     size = None if count == 1 and groups.group_size != in_features else groups.group_size
     if size is not None and size * count != in_features:
@@ -139,7 +139,7 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
             f"{layer.module}.scales",
             f"groups of {size} that divide {in_features} channels",
             f"{count} groups",
-            "keep it as GPTQ",
+            "Keep the checkpoint in GPTQ format.",
         )
     _check_zeros(layer, int(groups.zeros.max()), bits)
     tensors = {
@@ -177,9 +177,9 @@ def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
     if found.scheme is not None or found.others:
         raise refusal(
             layer.module,
-            "weights alone",
-            "activations that are quantized, too",
-            "keep it as compressed-tensors: GPTQ cannot say so",
+            "quantization of weights only",
+            "quantized activations",
+            "Keep the checkpoint in compressed-tensors format.",
         )
     out_features, in_features = layer.size
     half = 1 << (found.num_bits - 1)
@@ -205,7 +205,7 @@ def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
 
 
 def _columns(layer: SourceLayer) -> torch.Tensor:
-    """The codes as GPTQ lays them out: int32 [ceil(in * bits / 32), out]."""
+    """Returns the codes in GPTQ's layout: int32 [ceil(in * bits / 32), out]."""
     found, (out_features, in_features) = layer.weight_format, layer.size
     if isinstance(found, PackQuantized):
         words, bits = layer.read("weight_packed").t(), found.num_bits
@@ -231,7 +231,7 @@ def _pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _g_idx(groups: _Groups, in_features: int) -> torch.Tensor:
-    """The group of each channel; gptqmodel and transformers want it where it is trivial, too."""
+    """Returns the group of each channel, which gptqmodel and transformers always require."""
     if groups.g_idx is not None:
         return groups.g_idx
     size = groups.group_size if groups.group_size > 0 else in_features
@@ -244,7 +244,7 @@ def _check_zeros(layer: SourceLayer, highest: int, bits: int) -> None:
             f"{layer.module}.qzeros",
             f"zero points of at most {(1 << bits) - 1}",
             str(highest),
-            "AutoGPTQ's reading of v1 alone can hold this one: keep the checkpoint as it is",
+            "Keep the checkpoint unchanged. Only AutoGPTQ's reading of v1 has this zero point.",
         )
 
 

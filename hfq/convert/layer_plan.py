@@ -1,4 +1,4 @@
-"""One packed layer of the source, and what is to be written of it."""
+"""Quantized layers of a source checkpoint, and plans for writing them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["LayerPlan", "NewTensor", "SourceLayer", "exact_cast", "refusal"]
 
 @dataclass(frozen=True)
 class SourceLayer:
-    """A packed layer as it is stored.
+    """A quantized layer as it is stored.
 
     Attributes:
         module: Its name on disk.
-        weight_format: Its format, sized and resolved.
+        weight_format: Its format, with size and values resolved.
         infos: Its tensors by local name.
         size: (out, in).
-        reader: Reads them.
+        reader: The reader of its tensors.
     """
 
     module: str
@@ -37,18 +37,18 @@ class SourceLayer:
     reader: Reader
 
     def read(self, local: str) -> torch.Tensor:
-        """One of its tensors, in fresh memory."""
+        """Reads one tensor of the layer into new memory."""
         return read_tensor(self.reader, self.infos[local])
 
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to write: its bytes lie in the source, or are made when they are written.
+    """A tensor to write, from bytes of the source or from a function.
 
     Attributes:
         dtype: The safetensors dtype.
         shape: The shape.
-        data: Where the bytes lie, or what makes the tensor.
+        data: The location of the bytes, or a function that computes the tensor when it is written.
     """
 
     dtype: str
@@ -57,17 +57,18 @@ class NewTensor:
 
     @classmethod
     def copied(cls, info: TensorInfo, shape: tuple[int, ...] | None = None) -> NewTensor:
-        """A stored tensor as it is, under another shape perhaps."""
+        """Returns an unchanged stored tensor, optionally with another shape."""
         return cls(info.dtype, info.shape if shape is None else shape, info.range)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What is written of one layer.
+    """The plan for writing one layer.
 
     Attributes:
         tensors: The new tensors by local name.
-        options: What the config must say of the layer; hashable, equal for layers that share a group of it.
+        options: The layer's options in the config. They are hashable, and equal for layers that share a
+            config group.
     """
 
     tensors: dict[str, NewTensor]
@@ -75,10 +76,10 @@ class LayerPlan:
 
 
 def exact_cast(module: str, local: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values in another dtype.
+    """Casts values to another dtype without rounding.
 
     Raises:
-        FormatError: One of them would be rounded.
+        FormatError: A value would be rounded.
     """
     cast = values.to(dtype)
     if not torch.equal(cast.to(torch.float64), values.to(torch.float64)):
@@ -87,13 +88,13 @@ def exact_cast(module: str, local: str, values: torch.Tensor, dtype: torch.dtype
             f"{module}.{local}",
             f"scales that {safetensors_dtype(dtype)} holds exactly",
             f"{bad[0].item():g} in {values.dtype}",
-            "the target stores its scales in that dtype: keep the checkpoint as it is",
+            "Keep the checkpoint unchanged. The target format stores scales in that dtype.",
         )
     return cast
 
 
 def refusal(tensor: str, expected: str, found: str, fix: str) -> FormatError:
-    """The error of a layer that the target dialect cannot hold without loss."""
+    """Returns the error for a layer that the target format cannot hold without loss."""
     return FormatError(
         "The checkpoint cannot be converted without loss. Nothing was written.",
         tensor=tensor,

@@ -1,4 +1,4 @@
-"""Reads the packed layers of a checkpoint without a model, and compares two of them bit for bit."""
+"""Reading of quantized layers of a checkpoint without a model, and bit-exact comparison."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _PANEL_ELEMENTS = 1 << 20
 
 
 def read_layers(checkpoint: Checkpoint, config: Mapping, reader: Reader) -> dict[str, SourceLayer]:
-    """Every packed layer by its name on disk, its small tensors checked; those of formats that are not
-    converted are as detected.
+    """Returns every quantized layer by its name on disk, with its small tensors checked.
+
+    Layers in formats that cannot be converted are returned as detected.
 
     Raises:
-        FormatError: The checkpoint is not quantized, or a tensor is missing, extra, or of a wrong dtype or
-            shape.
+        FormatError: The checkpoint is not quantized, or a tensor is missing, unexpected, or has a wrong dtype
+            or shape.
     """
     modules = tensors_by_module(checkpoint.tensors)
     hints = detection_hints(checkpoint, config)
@@ -43,22 +44,21 @@ def _refuse_halves(checkpoint: Checkpoint, modules: Mapping[str, object]) -> Non
     name = next((module for module in modules if re.search(r"\.experts\.\d+\.gate_proj$", module)), None)
     if name is not None:
         raise FormatError(
-            "gptqmodel cut the experts of this checkpoint in halves, across gate and up channels. Nothing "
+            "gptqmodel cut the experts of this checkpoint into halves that mix gate and up channels. Nothing "
             "was written.",
             file=checkpoint.root,
             tensor=name,
             expected="gate channels in gate_proj, up channels in up_proj",
-            found="the first half of channels that gpt-oss takes in turns",
-            fix="load it with hfq as it is, which knows the tool by its name in config.json; no other "
-            "dialect can say so",
+            found="the first half of the interleaved channels of gpt-oss",
+            fix="Load the unchanged checkpoint with hfq, which recognizes gptqmodel in config.json. No "
+            "other format can describe this.",
         )
 
 
 def check_equal(first: SourceLayer, second: SourceLayer) -> None:
-    """Checks that two layers dequantize to the same bits, and want their activations quantized alike.
-
+    """Checks that two layers are bit-identical and quantize activations in the same way.
     Raises:
-        CheckpointError: They do not.
+        CheckpointError: The layers differ.
     """
     tensors = [{local: layer.read(local) for local in layer.infos} for layer in (first, second)]
     rows, columns = first.size
@@ -72,11 +72,11 @@ def check_equal(first: SourceLayer, second: SourceLayer) -> None:
         is_equal = is_equal and torch.equal(*(panel.view(torch.int32) for panel in panels))
     if not is_equal:
         raise CheckpointError(
-            "A layer that was read back is not the source's. Nothing was left behind.",
+            "A layer that was read back differs from the source's. Nothing was left behind.",
             tensor=first.module,
             expected=first.weight_format.describe(),
             found=second.weight_format.describe(),
-            fix="check the disk; if it is sound, this is a fault in hfq: report it",
+            fix="Check the disk for errors. If it has none, report this as a bug in hfq.",
         )
 
 
@@ -91,9 +91,7 @@ def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Re
     if not isinstance(found, (Gptq, PackQuantized, Fp8)):
         return SourceLayer(name, found, infos, (0, 0), reader)
     if any(info.part_of for info in infos.values()):
-        raise refusal(
-            name, "experts that are stored one by one", "fused experts", "keep the checkpoint as it is"
-        )
+        raise refusal(name, "experts in separate tensors", "fused experts", "Keep the checkpoint unchanged.")
     layer = SourceLayer(name, found, infos, (0, 0), reader)
     size = _size(layer, found)
     try:
@@ -110,20 +108,20 @@ def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Re
             spec is None or info is None or info.dtype not in spec.dtypes or info.shape != spec.shape
         ):
             raise FormatError(
-                "A tensor of a packed layer is not what its dialect has there. Nothing was written.",
+                "A tensor of a quantized layer contradicts its format. Nothing was written.",
                 tensor=f"{name}.{local}",
-                expected=spec if spec is not None else f"no such tensor beside {found.describe()}",
+                expected=spec if spec is not None else f"no such tensor in {found.describe()}",
                 found=info or "nothing",
-                fix="correct quantization_config in config.json, or download the checkpoint again",
+                fix="Restore the original config.json, or download the checkpoint again.",
             )
     small = {local: layer.read(local) for local in infos if local != found.codes_name}
     return SourceLayer(name, found.resolve(name, small), infos, size, reader)
 
 
 def _size(layer: SourceLayer, found: Format) -> tuple[int, int]:
-    """(out, in) of a layer, by its tensors."""
+    """Returns (out, in) of a layer, computed from its tensors."""
     if not isinstance(found, PackQuantized):
-        # of what is described, shapes are enough
+        # shape() reads only shapes, which TensorInfo has
         out_features, in_features = found.shape(layer.infos)  # type: ignore[arg-type]
         return out_features, in_features
     if "weight_shape" in layer.infos:
@@ -134,6 +132,6 @@ def _size(layer: SourceLayer, found: Format) -> tuple[int, int]:
             f"{layer.module}.weight_shape",
             "the layer's shape, or num_bits in the config",
             "neither",
-            "restore the config",
+            "Restore the original config.json.",
         )
     return layer.infos["weight_packed"].shape[0], found.width * 32 // found.num_bits

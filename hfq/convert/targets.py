@@ -1,4 +1,4 @@
-"""What a checkpoint can be converted to: how each layer is planned, and what config.json then says."""
+"""Target formats of conversions, with a plan for each layer and the new config.json."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NUMBERED = re.compile(r"(^|\.)\d+\.")
 
 
 class Target(ABC):
-    """One dialect to write.
+    """A target format of a conversion.
 
     Attributes:
-        name: What `hfq convert --to` calls it.
-        sources: The formats that hold the same numbers.
+        name: Its name in `hfq convert --to`.
+        sources: The formats that can be converted to it.
     """
 
     name: ClassVar[str]
@@ -37,33 +37,36 @@ class Target(ABC):
 
     @abstractmethod
     def is_source(self, found: Format, method: str) -> bool:
-        """Whether a layer of the source, whose config names this `quant_method`, is in this dialect
-        already.
+        """Returns True if a layer of the source is already in this format.
+
+        Args:
+            found: The layer's format.
+            method: The `quant_method` of the source's config.
         """
 
     @abstractmethod
     def plan(self, layer: SourceLayer) -> LayerPlan:
-        """What is written of a layer.
+        """Plans a layer in this format.
 
         Raises:
-            FormatError: The dialect cannot hold it without loss.
+            FormatError: The format cannot hold the layer without loss.
         """
 
     @abstractmethod
     def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
-        """The new `quantization_config`.
+        """Returns the new `quantization_config`.
 
         Args:
-            layers: The options of each packed layer, as `plan` gave them.
+            layers: The options of each quantized layer, from `plan`.
             dense: The modules that hold a float matrix.
             source: The source's `quantization_config`.
 
         Raises:
-            FormatError: One config cannot say all of it.
+            FormatError: One config cannot describe all layers.
         """
 
     def side_files(self, config: dict) -> dict[str, dict]:
-        """What other tools want beside config.json."""
+        """Returns the files that other tools require in addition to config.json."""
         return {}
 
 
@@ -109,8 +112,9 @@ class _GptqTarget(Target):
 
 
 class _CompressedTensors(Target):
-    """What the two dialects of compressed-tensors share: groups of layers, each named by what it has in
-    common.
+    """Base of the formats of compressed-tensors.
+
+    A config group contains all layers with equal options.
     """
 
     def is_source(self, found: Format, method: str) -> bool:
@@ -143,7 +147,7 @@ class _CompressedTensors(Target):
 
     @abstractmethod
     def _arguments(self, options: object) -> tuple[dict, dict | None]:
-        """What a group says of weights, and of activations."""
+        """Returns the arguments of a group for weights and for activations."""
 
 
 class _PackTarget(_CompressedTensors):
@@ -201,10 +205,10 @@ class _FineGrainedTarget(Target):
             (one, first), (other, second) = list(found.items())[:2]
             raise refusal(
                 second,
-                f"the blocks and activations of {first}: fine-grained FP8 has one setting for all layers "
-                f"({one})",
+                f"the blocks and activations of {first}, because fine-grained FP8 has one setting for all "
+                f"layers ({one})",
                 str(other),
-                "keep it as compressed-tensors",
+                "Keep the checkpoint in compressed-tensors format.",
             )
         (options,) = found
         return {
@@ -225,7 +229,7 @@ def _arguments(
     group_size: int | None = None,
     block_structure: list[int] | None = None,
 ) -> dict:
-    """compressed-tensors' QuantizationArgs."""
+    """Returns compressed-tensors' QuantizationArgs."""
     return {
         "num_bits": num_bits,
         "type": kind,
@@ -249,4 +253,4 @@ TARGET_FORMATS: dict[str, Target] = {
     target.name: target
     for target in (_GptqTarget(True), _GptqTarget(False), _PackTarget(), _FineGrainedTarget(), _FloatTarget())
 }
-"""What `hfq convert --to` takes."""
+"""The target formats of `hfq convert --to`, by name."""

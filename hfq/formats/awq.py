@@ -253,7 +253,9 @@ class Awq(AwqShards, AwqOrder):
                 expected=f"ranges of at most {torch.finfo(torch.float16).max * top:g}",
                 fix="Add the layer to modules_to_not_convert.",
             )
-        scales = torch.where(scales == 0, 1, scales)  # the weights are too small for F16, so all codes round to 0
+        scales = torch.where(
+            scales == 0, 1, scales
+        )  # the weights are too small for F16, so all codes round to 0
         return scales, (-low / scales).round().clamp(0, top)
 
     def pack(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -349,7 +351,10 @@ def _read_bits(module: str, config: Mapping) -> int:
 
 
 def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | None) -> int:
-    """Returns the group size that the shape of the scales implies, if the config does not state it."""
+    """Returns the group size that the shape of the scales implies.
+
+    It is used if the config does not state the group size.
+    """
     if scales is None or len(scales.shape) != 2 or not all(scales.shape):
         return 128
     if version == "gemm":

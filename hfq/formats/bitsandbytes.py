@@ -1,5 +1,6 @@
-"""bitsandbytes: LLM.int8() rows, and 4-bit blocks (nf4, fp4) with plain or double-quantized scales.
+"""bitsandbytes: LLM.int8(), and 4-bit blocks (nf4, fp4).
 
+Scales of 4-bit blocks are floats, or double-quantized. LLM.int8() has one scale per row.
 int8:
     weight I8 [out, in], SCB F32 [out] (the amax of a row), weight_format U8 [] = 0
     W[n, k] = weight[n, k] * SCB[n] / 127
@@ -109,11 +110,11 @@ class BnbInt8(ScaledCodes):
         layout = int(tensors["weight_format"].reshape(-1)[0]) if "weight_format" in tensors else 0
         if layout != 0:
             raise FormatError(
-                "An int8 weight of bitsandbytes is stored in tiles, which hfq does not support. Nothing was loaded.",
+                "An int8 weight of bitsandbytes is stored in tiles, which is not supported. Nothing was loaded.",
                 tensor=f"{module}.weight_format",
                 expected="0 (row)",
                 found=f"{layout} (col32, turing or ampere tiles)",
-                fix="Load it with the bitsandbytes version that wrote it, and save it with a current version.",
+                fix="Load it with the bitsandbytes that wrote it, and save it with a current one.",
             )
         return self
 

@@ -154,8 +154,7 @@ def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
     if kind.startswith("mx_int") or says_float:
         return kind.startswith("mx_int")
     raise FormatError(
-        "The format of 4-bit codes is ambiguous: MXFP4 and MXINT4 have the same tensors. "
-        "Nothing was loaded.",
+        "The format of 4-bit codes is ambiguous: MXFP4 and MXINT4 have the same tensors. Nothing was loaded.",
         file=codes.range.file,
         tensor=codes.name,
         expected="data_type, or a format, in quantization_config",

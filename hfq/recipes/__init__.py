@@ -1,1 +1,1 @@
-"""Recipes: how a float model is quantized, and the schemes that round to nearest."""
+"""Recipes for quantizing a float model, and the schemes that round to nearest."""

@@ -1,9 +1,10 @@
-"""INT8, symmetric by the largest magnitude of each output row: W8A8, and W8A16, in the dialects that
-llmcompressor gives them.
+"""INT8 schemes W8A8 and W8A16, in the formats of llmcompressor.
 
-W8A8 is compressed-tensors' int-quantized: readers that have the kernels round each token's activations to
-INT8 as well. W8A16 is pack-quantized with 8 bits: activations stay floats. Source: Dettmers et al. 2022,
-arXiv 2208.07339, section 2 (absmax, vector-wise).
+Weights are symmetric, with a scale from the largest magnitude of each output row. W8A8 is compressed-tensors'
+int-quantized: readers that have the kernels also round each token's activations to INT8. W8A16 is
+pack-quantized with 8 bits, and its activations stay floats.
+
+Source: Dettmers et al. 2022, arXiv 2208.07339, section 2 (absmax, vector-wise).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["W8A8", "W8A16"]
 
 @dataclass(frozen=True)
 class Int8Rows(IntQuantized):
-    """int-quantized by channel as absmax rounds into it; its files are read as `IntQuantized`."""
+    """int-quantized by channel, with absmax rounding; its files are read as `IntQuantized`."""
 
     scale_shape: tuple[int, ...] = (0, 1)
 
@@ -38,7 +39,7 @@ def _group(num_bits: int) -> dict[str, Any]:
 
 
 W8A8 = Scheme(
-    "INT8 weights by channel, and activations by token where the reader rounds them, written as "
+    "INT8 weights by channel, activations by token if the reader rounds them, written as "
     "compressed-tensors (int-quantized)",
     (8,),
     False,
@@ -47,7 +48,7 @@ W8A8 = Scheme(
     _group,
 )
 W8A16 = Scheme(
-    "INT8 weights by channel, activations as they are, written as compressed-tensors (pack-quantized)",
+    "INT8 weights by channel, unquantized activations, written as compressed-tensors (pack-quantized)",
     (8,),
     False,
     (1, 4),

@@ -1,5 +1,6 @@
-"""MXFP4: E2M1 codes, one power of two (E8M0) for each 32 input channels, the exponent of the largest of them
-less 2.
+"""MXFP4: E2M1 codes with one power of two (E8M0) for each 32 input channels.
+
+The exponent is that of the largest magnitude minus 2.
 
 Format: OCP Microscaling Formats 1.0, section 6.3. Written as compressed-tensors' mxfp4-pack-quantized.
 """
@@ -22,7 +23,7 @@ _WEIGHTS = {
 }
 
 MXFP4 = Scheme(
-    "MXFP4 (OCP): E2M1 codes under a power of two for each 32 channels, written as compressed-tensors",
+    "MXFP4 (OCP): E2M1 codes with a power of two for each 32 channels, written as compressed-tensors",
     (4,),
     False,
     (1, 32),

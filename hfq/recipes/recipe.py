@@ -1,6 +1,4 @@
-"""Recipes: how a float model is to be quantized, and what the dialect that it is written in says of it in
-config.json.
-"""
+"""Recipes for quantizing a float model, and the `quantization_config` of the result."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ METHODS = {
     "gptq": "GPTQ: codes chosen by the activations' second moments, written as GPTQ",
     "awq": "AWQ: input channels scaled by the activations' magnitudes before rounding, written as AWQ gemm",
     "rtn": "round to nearest, written as GPTQ",
-    "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel "
+    "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, if those do not tile, by channel "
     "(compressed-tensors)",
     **{name: scheme.description for name, scheme in SCHEMES.items()},
 }
-"""What `Recipe.method` may be."""
+"""The values of `Recipe.method`, with a description of each."""
 
 _BLOCK = 128
 _OPTIONS = {
@@ -37,7 +35,7 @@ _OPTIONS = {
     "fp8": (),
     **{name: scheme.options for name, scheme in SCHEMES.items()},
 }
-"""The options that methods other than GPTQ take."""
+"""The options of methods other than GPTQ."""
 
 _UNSET: Any = None
 """The default of an option whose value depends on the method."""
@@ -55,27 +53,27 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the linear layers of a float model are quantized.
+    """The method and options for quantizing the linear layers of a float model.
 
     Args:
         method: One of `METHODS`.
         bits: 2, 3, 4 or 8 bits per code; 4 by default.
         group_size: Input channels that share a scale; 128 by default, -1 for all.
-        sym: True if the zero point is the middle of the codes; the checkpoint is then GPTQ v1, else v2. AWQ
-            stores zero points, and other methods are symmetric by default.
+        sym: True if the zero point is the middle of the codes; the checkpoint is then GPTQ v1, else v2. The
+            default is False for AWQ, which stores zero points, and True for other methods.
         desc_act: True if GPTQ quantizes channels by decreasing activation, and groups follow that order.
-        static_groups: With `desc_act`: groups stay those of neighboring channels, with scales from the float
-            weight.
-        act_group_aware: Without `desc_act`: groups, and the channels within each, are quantized by decreasing
-            activation; the file is the same as without. True by default.
-        damp_percent: The share of the mean of the Hessian's diagonal that is added to the diagonal, 0.05 by
-            default; it grows where a factorization fails.
+        static_groups: With `desc_act`: True if groups consist of neighboring channels, with scales from the
+            float weight.
+        act_group_aware: Without `desc_act`: True if groups, and the channels within each, are quantized by
+            decreasing activation. The format of the file does not change. True by default.
+        damp_percent: The fraction of the mean of the Hessian's diagonal that is added to the diagonal; 0.05
+            by default. It increases if a factorization fails.
         clip_search: True if GPTQ and AWQ narrow each range where that lowers the weighted squared error. The
             default is True for AWQ and for 2 and 3 bits of GPTQ.
         distill_steps: Steps of distillation against the float model after each decoder layer; 0 by default.
 
     Raises:
-        SetupError: A value is unusable, an option means nothing to the method, or options contradict each
+        SetupError: A value is not supported, the method does not have an option, or options contradict each
             other.
     """
 
@@ -100,7 +98,7 @@ class Recipe:
                     f"method={self.method!r} has no {name}. Nothing was done.",
                     expected=", ".join(taken) or "no further options",
                     found=f"{name}={getattr(self, name)!r}",
-                    fix=f"leave {name} out, or choose another method",
+                    fix=f"Remove {name}, or choose another method.",
                 )
         for name, default in {**_DEFAULTS, "sym": self.method != "awq"}.items():
             if getattr(self, name) is None:
@@ -108,7 +106,7 @@ class Recipe:
         self._check_values()
 
     def _given(self) -> list[str]:
-        """The names of the options that are not left to their defaults."""
+        """Returns the names of the options that differ from None."""
         return [option.name for option in fields(self)[1:] if getattr(self, option.name) is not None]
 
     def _check_values(self) -> None:
@@ -128,25 +126,23 @@ class Recipe:
         if self.clip_search is not None and not isinstance(self.clip_search, bool):
             raise _unusable("clip_search", self.clip_search, "True or False")
         if self.static_groups and not self.desc_act:
-            raise _unusable(
-                "static_groups", True, "desc_act=True as well: groups are static without desc_act"
-            )
+            raise _unusable("static_groups", True, "False, or True with desc_act=True")
         if self.method == "awq" and self.sym:
-            raise _unusable("sym", True, "False with method='awq': its files store zero points")
+            raise _unusable("sym", True, "False with method='awq', whose files store zero points")
 
     @property
     def scheme(self) -> Scheme | None:
-        """What the method writes, for those that have a file in `hfq.recipes.schemes`."""
+        """The scheme of the method, or None if it has no entry in `hfq.recipes.schemes`."""
         return SCHEMES.get(self.method)
 
     @property
     def width(self) -> int:
-        """The bits of a code where `output` says them."""
+        """The bits of a code: those of the scheme if it has a fixed number, else `bits`."""
         return self.bits if self.scheme is None or self.scheme.has_bits else self.scheme.bits[0]
 
     @property
     def narrows(self) -> bool:
-        """Whether ranges are narrowed."""
+        """True if the recipe narrows ranges (`clip_search`)."""
         return (self.method == "awq" or self.bits < 4) if self.clip_search is None else self.clip_search
 
     @property
@@ -156,7 +152,7 @@ class Recipe:
 
     @property
     def measures(self) -> bool:
-        """Whether the method chooses codes by activations."""
+        """True if the method chooses codes by activations."""
         return self.method in ("gptq", "awq")
 
     @property
@@ -166,13 +162,14 @@ class Recipe:
 
     @property
     def changes_floats(self) -> bool:
-        """Whether a block's float weights change before they are rounded, or with what is trained, and lie in
-        float32 for that.
+        """True if the recipe changes a decoder layer's float weights before they are rounded.
+
+        AWQ and distillation change them, and therefore keep them in float32.
         """
         return self.method == "awq" or self.distill_steps > 0
 
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
-        """The dialect that layers of these sizes (out, in) are written in: one for all of them."""
+        """Returns the one format for layers of these sizes (out, in)."""
         if self.scheme is not None:
             return self.scheme.make(self.width)
         if self.method == "awq":
@@ -187,12 +184,12 @@ class Recipe:
     def quantization_config(
         self, weight_format: Format, dense: Iterable[str], version: str
     ) -> dict[str, Any]:
-        """The `quantization_config` of a checkpoint written by this recipe.
+        """Returns the `quantization_config` of a checkpoint written by this recipe.
 
         Args:
-            weight_format: As `weight_format` gave it.
-            dense: The names of linear layers that stay floats.
-            version: hfq's version, which a GPTQ config names as its writer.
+            weight_format: The result of `weight_format`.
+            dense: The names of linear layers that stay unquantized.
+            version: The version of hfq, which a GPTQ config names as its writer.
         """
         dense = sorted(dense)
         if self.scheme is not None:
@@ -230,10 +227,10 @@ class Recipe:
         )
 
     def check_size(self, name: str, out_features: int, in_features: int) -> None:
-        """Refuses a layer that the dialect cannot hold.
+        """Raises an error if the format cannot hold a layer.
 
         Raises:
-            FormatError: Names the layer and what must divide it.
+            FormatError: Names the layer and the required divisors of its size.
         """
         span = 1
         if self.scheme is not None:
@@ -249,33 +246,32 @@ class Recipe:
                 expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
                 + (f" and the group size {span}" if span > 1 else ""),
                 found=f"[{out_features}, {in_features}]",
-                fix="choose another group size or method, or leave this layer dense with "
-                "modules_to_not_convert",
+                fix="Choose another group size or method, or add the layer to modules_to_not_convert.",
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All options by name."""
+        """Returns all options by name."""
         return asdict(self)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
-        """Returns the recipe of a dict of options; None means that an option is not given.
+        """Returns the recipe for a dict of options; None means that an option is not set.
 
         Raises:
-            SetupError: An option is unknown, or as of the class.
+            SetupError: An option is unknown, or the class raises the error.
         """
         for name in options:
             if name not in RECIPE_OPTIONS:
                 raise SetupError(
-                    f"A recipe has no option {name!r}.{nearest(name, RECIPE_OPTIONS)}",
+                    f"Recipe has no option {name!r}.{nearest(name, RECIPE_OPTIONS)}",
                     expected=", ".join(RECIPE_OPTIONS),
                     found=name,
-                    fix="remove or correct the option",
+                    fix="Remove this option, or use one of the options above.",
                 )
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def chosen(self) -> dict[str, Any]:
-        """The method, and those of its options that mean something to it."""
+        """Returns the method, and the options that it uses."""
         taken = _OPTIONS.get(self.method, RECIPE_OPTIONS)
         return {name: value for name, value in self.to_dict().items() if name == "method" or name in taken}
 
@@ -305,15 +301,18 @@ RECIPE_OPTIONS = tuple(option.name for option in fields(Recipe))
 
 
 def _dynamic(dense: list[str]) -> dict[str, Any]:
-    """gptqmodel's rules for layers of blocks that stay floats; the head it knows."""
+    """Returns gptqmodel's rules for linear layers of decoder layers that stay unquantized.
+
+    gptqmodel does not quantize the head, so the head needs no rule.
+    """
     inside = [name for name in dense if name != "lm_head" and not name.endswith(".lm_head")]
     return {"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}
 
 
 def _unusable(option: str, found: object, expected: str, hint: str = "") -> SetupError:
     return SetupError(
-        f"A model cannot be quantized with {option}={found!r}.{hint}",
+        f"{option}={found!r} is not supported.{hint}",
         expected=expected,
         found=repr(found),
-        fix=f"correct {option}",
+        fix=f"Choose a supported value for {option}: {expected}.",
     )

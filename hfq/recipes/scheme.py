@@ -1,6 +1,4 @@
-"""What a method that rounds to nearest writes: a format, and a config group of compressed-tensors that tells
-readers of it.
-"""
+"""Schemes of methods that round to nearest: a format and a group of a config."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ __all__ = ["Scheme", "absmax_codes", "group_config"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """One method.
+    """The scheme of one method.
 
     Attributes:
-        description: What it does, in a few words.
-        bits: The bits that it takes; the first where none are asked for.
-        has_bits: Whether `bits` may be chosen.
-        multiple: What must divide the (output, input) size of a layer.
-        make: The format of so many bits.
-        group: The config group of so many bits, without its targets.
+        description: A short description of the method.
+        bits: The supported bits; the first is the default.
+        has_bits: True if users can choose `bits`.
+        multiple: The required divisors of a layer's (output, input) size.
+        make: Returns the format for a number of bits.
+        group: Returns the config group for a number of bits, without its targets.
     """
 
     description: str
@@ -37,20 +35,20 @@ class Scheme:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of a recipe that mean something here."""
+        """The options of a recipe that the method uses."""
         return ("bits",) if self.has_bits else ()
 
     def quantization_config(self, num_bits: int, dense: Iterable[str]) -> dict[str, Any]:
-        """What config.json says of a model whose linear layers are packed, but for those in `dense`."""
+        """Returns the config of a model with all linear layers quantized, except those in `dense`."""
         return group_config(self.group(num_bits), dense)
 
 
 def group_config(group: Mapping[str, Any], dense: Iterable[str]) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors with one group for all linear layers.
+    """Returns a config of compressed-tensors with one group for all linear layers.
 
     Args:
-        group: Its `weights`, its `format`, and its `input_activations` if any.
-        dense: The names of linear layers that stay floats.
+        group: The group's `weights`, `format`, and, if activations are quantized, `input_activations`.
+        dense: The names of linear layers that stay unquantized.
     """
     return {
         "quant_method": "compressed-tensors",
@@ -62,12 +60,13 @@ def group_config(group: Mapping[str, Any], dense: Iterable[str]) -> dict[str, An
 
 
 def absmax_codes(weight: torch.Tensor, num_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row-wise absmax quantization: codes of at most 2^(b-1) - 1 in magnitude, the scale of a row rounded to
-    bfloat16 first.
+    """Quantizes each row by its largest magnitude (absmax).
+
+    Codes have a magnitude of at most 2^(b-1) - 1. The scale of a row is rounded to bfloat16 first.
 
     Args:
         weight: float32 [out, in].
-        num_bits: b.
+        num_bits: The bits b of a code.
 
     Returns:
         The codes, float32 [out, in], and the scales, bfloat16 [out, 1].

@@ -1,4 +1,4 @@
-"""The schemes that a float model is rounded into, by the name of the method in `Recipe`; one file each."""
+"""The schemes for rounding a float model to nearest, one file each."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from hfq.recipes.w4a16 import W4A16
 __all__ = ["SCHEMES", "Scheme"]
 
 SCHEMES: dict[str, Scheme] = {"mxfp4": MXFP4, "w8a8": W8A8, "w8a16": W8A16, "w4a16": W4A16}
-"""By the name of the method."""
+"""Schemes by the name of the method in `Recipe`."""

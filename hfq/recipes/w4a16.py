@@ -1,9 +1,11 @@
-"""GLM-130B's recipe: weights alone, symmetric by the largest magnitude of each output row, in INT4 or INT8.
+"""Weight-only quantization of GLM-130B in INT4 or INT8.
+
+Weights are symmetric, with a scale from the largest magnitude of each output row:
 
     W[n, k] = code[n, k] * scale[n]    scale[n] = max_k |W[n, k]| / (2^(b-1) - 1)
 
 Source: Zeng et al. 2023, arXiv 2210.02414, section 3.3. Written as compressed-tensors' pack-quantized by
-channel, with bfloat16 scales; the recipe's own files are no dialect that another library reads.
+channel, with bfloat16 scales. No other library reads the file format of GLM-130B.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = ["W4A16", "PackedRows", "channel_weights", "packed_group"]
 
 @dataclass(frozen=True)
 class PackedRows(PackQuantized):
-    """pack-quantized by channel as absmax rounds into it; its files are read as `PackQuantized`."""
+    """pack-quantized by channel, with absmax rounding; its files are read as `PackQuantized`."""
 
     scale_shape: tuple[int, ...] = (0, 1)
 
@@ -34,7 +36,7 @@ class PackedRows(PackQuantized):
 
 
 def channel_weights(num_bits: int) -> dict[str, Any]:
-    """The weights of a config group: symmetric integers, one scale per output channel."""
+    """Returns the weights of a config group: symmetric integers, one scale per output channel."""
     return {
         "num_bits": num_bits,
         "type": "int",
@@ -45,12 +47,12 @@ def channel_weights(num_bits: int) -> dict[str, Any]:
 
 
 def packed_group(num_bits: int) -> dict[str, Any]:
-    """The config group of weights that are packed by channel, activations as they are."""
+    """Returns the config group of weights packed by channel, with unquantized activations."""
     return {"weights": channel_weights(num_bits), "format": "pack-quantized"}
 
 
 W4A16 = Scheme(
-    "GLM-130B's recipe: 4 bits, absmax by row, activations as they are, written as compressed-tensors "
+    "GLM-130B's recipe: 4 bits, absmax by row, unquantized activations, written as compressed-tensors "
     "(pack-quantized)",
     (4,),
     False,

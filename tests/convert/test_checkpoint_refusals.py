@@ -165,7 +165,7 @@ def test_an_unquantized_checkpoint_and_a_damaged_one_are_refused(tmp_path):
     with refused("not quantized", kind=FormatError):
         convert_checkpoint(Checkpoint.open(dense), tmp_path / "to", "gptq")
     path = write(tmp_path / "source", "gptq-v1-w4-sym", scales=lambda scales: scales[:1])
-    with refused("is not what its dialect has there", kind=FormatError):
+    with refused("tensor of a quantized layer contradicts its format", kind=FormatError):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
     shutil.rmtree(path)
     path = write(tmp_path / "source", "pack-quantized-w8", weight_packed=lambda words: words[:, :7])

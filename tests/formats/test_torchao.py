@@ -111,7 +111,8 @@ LOST = {
 def test_a_file_that_lost_its_metadata_is_refused_by_name(text):
     tensors = random_layer(torch.int8, (6, 1))
     with pytest.raises(
-        FormatError, match=r"(?s)lost its metadata. Nothing was loaded.*m\.weight.*Fix: download the original"
+        FormatError,
+        match=r"(?s)metadata of a torchao file is missing. Nothing was loaded.*m\.weight.*Fix: Download the original",
     ):
         detected(tensors, text)
 
@@ -119,7 +120,7 @@ def test_a_file_that_lost_its_metadata_is_refused_by_name(text):
 @pytest.mark.parametrize("metadata", [None, {}, {"other.weight": "{}"}], ids=str)
 def test_a_module_that_the_metadata_leaves_out_is_refused(metadata):
     config = CONFIG if metadata is None else CONFIG | {"__metadata__": metadata}
-    with pytest.raises(FormatError, match="lost its metadata"):
+    with pytest.raises(FormatError, match="metadata of a torchao file is missing"):
         Torchao.detect("m", described("m", random_layer(torch.int8, (6, 1))), config)
 
 
@@ -129,7 +130,8 @@ def test_a_model_whose_file_lost_its_metadata_is_refused_before_anything_is_load
         tmp_path, tiny_models.onloaded_tensors(weight_format), CONFIG | {"quant_type": {"default": {}}}
     )
     with pytest.raises(
-        FormatError, match=r"(?s)lost its metadata. Nothing was loaded.*model.safetensors.*model.layers.0"
+        FormatError,
+        match=r"(?s)metadata of a torchao file is missing. Nothing was loaded.*model.safetensors.*model.layers.0",
     ):
         AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig())
 

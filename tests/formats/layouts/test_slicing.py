@@ -77,7 +77,8 @@ def test_the_slices_of_all_ranks_are_the_layer(case, axis, world, weight):
     found = settled(case.format, tensors, case.config, SIZE, case.schema)
     if (case.id, axis) in UNALIGNED[world]:
         with pytest.raises(
-            FormatError, match=r"(?s)cannot be cut there for tensor parallelism.*Fix: use fewer ranks"
+            FormatError,
+            match=r"(?s)Tensor parallelism cannot cut a .* at this position.*Fix: Use fewer ranks",
         ):
             dequantized(found, tensors, axis, world)
     else:
