@@ -110,7 +110,7 @@ class BnbInt8(ScaledCodes):
         layout = int(tensors["weight_format"].reshape(-1)[0]) if "weight_format" in tensors else 0
         if layout != 0:
             raise FormatError(
-                "An int8 weight of bitsandbytes is stored in tiles, which is not supported. Nothing was loaded.",
+                "An int8 weight of bitsandbytes is stored in unsupported tiles. Nothing was loaded.",
                 tensor=f"{module}.weight_format",
                 expected="0 (row)",
                 found=f"{layout} (col32, turing or ampere tiles)",

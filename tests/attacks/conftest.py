@@ -1,4 +1,4 @@
-"""Copies of the tiny checkpoints, for a test to spoil."""
+"""Copies of the tiny checkpoints, for tests that damage them."""
 
 import pytest
 

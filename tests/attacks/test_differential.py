@@ -1,5 +1,6 @@
-"""Promises 10 and 11: only hfq's errors escape, and what hfq accepts of a header, safetensors accepts and
-reads alike.
+"""Promises 10 and 11: only errors of hfq escape, and safetensors accepts the same headers.
+
+safetensors reads every header that hfq accepts, with the same result.
 """
 
 import json
@@ -40,7 +41,10 @@ MUTATIONS = (
 
 
 def make_header(dtypes_and_shapes):
-    """A valid header as pairs, so that a key can stand in it twice, and the bytes of data it covers."""
+    """Returns a valid header as pairs, and the bytes of its data.
+
+    Pairs allow duplicate keys.
+    """
     pairs, end = [("__metadata__", [("format", "pt")])], 0
     for i, (dtype, shape) in enumerate(dtypes_and_shapes):
         begin = end
@@ -60,14 +64,14 @@ VALID = st.lists(
 
 
 def serialised(pairs):
-    """JSON of pairs of pairs; everything that is no list of pairs is plain JSON."""
+    """Returns JSON of nested lists of pairs; all other values become plain JSON."""
     if isinstance(pairs, list) and pairs and all(isinstance(pair, tuple) for pair in pairs):
         return "{" + ",".join(f"{json.dumps(key)}:{serialised(value)}" for key, value in pairs) + "}"
     return json.dumps(pairs)
 
 
 def mutate(data, kind, pairs, sizes):
-    """Spoils one thing: in `pairs` (the header), or in `sizes` (the length it claims, the bytes of data)."""
+    """Damages `pairs` (the header) or `sizes` (the claimed length, the bytes of data)."""
     at = data.draw(st.integers(1, len(pairs) - 1)) if len(pairs) > 1 else 0
     name, fields = pairs[at]
     if kind == "length":
@@ -114,7 +118,7 @@ def write(path, pairs, nbytes, lie=0):
 
 
 def assert_read_alike(path, header):
-    """What hfq read is what safetensors reads."""
+    """Checks that hfq and safetensors read the same values."""
     with safe_open(path, "np") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         assert {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()} == {
@@ -123,7 +127,7 @@ def assert_read_alike(path, header):
         assert (file.metadata() or {}) == header.metadata
 
 
-# 10. Only hfq's errors escape. 11. What hfq accepts is what safetensors reads.
+# 10. Only errors of hfq escape. 11. hfq accepts only headers that safetensors reads.
 
 
 def test_only_hfq_errors_escape_and_what_hfq_accepts_safetensors_reads_alike(tmp_path):

@@ -1,5 +1,6 @@
-"""Promises 5 to 9: no damaged or hostile file is read as if it were whole, costs more than its size, or runs
-code.
+"""Promises 5 to 9: hfq rejects damaged and hostile files.
+
+Reading such a file costs no more than its size and runs no code.
 """
 
 import os
@@ -21,7 +22,7 @@ BIG = 4 << 20
 
 @pytest.fixture
 def path(tmp_path):
-    """A valid file of three tensors."""
+    """Returns a valid file of three tensors."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, nbytes in SIZES.items():
         header[name] = entry(shape=(nbytes,), offsets=(end, end + nbytes))
@@ -29,7 +30,7 @@ def path(tmp_path):
     return write_raw(tmp_path / "model.safetensors", header, bytes(range(end)))
 
 
-# 5. A file that was cut or extended anywhere is refused.
+# 5. A file that was truncated or extended at any position raises an error.
 
 
 def test_a_file_cut_at_any_byte_is_refused(path):
@@ -67,7 +68,7 @@ def test_two_files_in_one_are_refused(path):
         read_header(path)
 
 
-# 6. A header that lies about lengths, or whose tensors share bytes or leave some, is refused.
+# 6. A header with wrong lengths, overlapping tensors, or unused bytes raises an error.
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
@@ -109,11 +110,14 @@ def test_tensors_that_share_bytes_or_leave_some_are_refused(tmp_path, offsets, w
         read_header(path)
 
 
-# 7. Reading a header costs no more than its limit allows, and ends no process.
+# 7. Reading a header costs no more than its limit allows, and never ends the process.
 
 
 def refusal(folder):
-    """(KiB of memory, seconds of CPU, first line) of the refusal of a checkpoint, by a process of its own."""
+    """Returns (KiB of memory, seconds of CPU, first line) of the error for a checkpoint.
+
+    A separate process reads the checkpoint.
+    """
     result = programs.run("measure_refusal", folder)
     assert result.returncode == 0, result.stderr
     memory, seconds, text = result.stdout.strip().split("|")
@@ -174,11 +178,11 @@ def test_deeply_nested_json_is_refused_and_ends_no_process(path, name, nested):
     assert refusal(path.parent)[2].startswith(words)
 
 
-# 8. No code of a checkpoint runs.
+# 8. Code in a checkpoint never runs.
 
 
 class _Trap:
-    """Unpickled, it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -225,7 +229,7 @@ def test_code_that_a_config_names_is_never_imported(tmp_path):
     assert (tmp_path / "sprung").exists()
 
 
-# 9. No control character of a checkpoint reaches the terminal.
+# 9. Control characters of a checkpoint never reach the terminal.
 
 
 ESCAPES = "\x1b]0;owned\x07"

@@ -1,5 +1,6 @@
-"""Promises 12 to 14: through `from_pretrained`, each mistake of a user ends in one error of hfq that names
-its place.
+"""Promises 12 to 14: in `from_pretrained`, each mistake of a user raises one error of hfq.
+
+The error names the location of the mistake.
 """
 
 import json
@@ -27,13 +28,13 @@ WHOLE = {
 
 
 def test_unspoilt_copies_load(model):
-    """Without this, every test below could pass for a reason of its own."""
+    """Shows that the tests below fail because of the damage alone."""
     assert load(model, device_map={"": "cpu"}).hf_device_map == {"": "cpu"}
     shard_model(model)
     assert load(model).config.num_hidden_layers == 4
 
 
-# 12. A path that leads to no checkpoint, or to a part of one, is refused by name.
+# 12. A path without a checkpoint, or with a part of one, raises an error that names it.
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -105,7 +106,7 @@ def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoin
         load(path)
 
 
-# 13. A device map that means nothing, or leaves something out, is refused by its key or its value.
+# 13. An invalid or incomplete device map raises an error that names its key or value.
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,12 @@ def test_a_refused_load_leaves_nothing_behind(model):
     assert load(model, device_map={"": "disk"}).hf_device_map == {"": "disk"}
 
 
-# 14. No checkpoint ends the process, whatever its size claims to be, and wherever it was cut.
+# 14. No checkpoint ends the process, regardless of its claimed size and of truncation.
 
 
 @pytest.fixture
 def offline(monkeypatch):
-    """The hub is not asked: where nobody answers, that is tried again for half a minute."""
+    """Prevents requests to the Hub, which are retried for half a minute without a network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -192,7 +193,7 @@ DANGEROUS = {
 
 
 def dangerous(kind, folder) -> list:
-    """The paths of the dangerous checkpoints."""
+    """Returns the paths of the dangerous checkpoints."""
     folders = {danger: copy_model(kind, folder / str(index)) for index, danger in enumerate(DANGEROUS)}
     for key, value in HUGE.items():
         edit_config(folders[key], **{key: value})
@@ -205,8 +206,9 @@ def dangerous(kind, folder) -> list:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A process of its own, offline and with an empty cache, that loaded the dangerous checkpoints of both
-    kinds.
+    """Runs a separate process that loads the dangerous checkpoints of both kinds.
+
+    The process is offline and has an empty cache.
     """
     paths = [path for kind in ("gptq", "fp8") for path in dangerous(kind, tmp_path_factory.mktemp(kind))]
     return programs.run(
@@ -216,7 +218,7 @@ def ended(tmp_path_factory):
 
 @pytest.fixture(params=["gptq", "fp8"])
 def endings(request, ended):
-    """How that process ended and what it said of each dangerous checkpoint of one kind."""
+    """Returns the exit status and the output of that process for each checkpoint of one kind."""
     lines = list(map(json.loads, ended.stdout.splitlines()))
     mine = lines[: len(DANGEROUS)] if request.param == "gptq" else lines[len(DANGEROUS) :]
     return ended.returncode, dict(zip(DANGEROUS, mine, strict=False)), ended.stderr

@@ -1,5 +1,6 @@
-"""Promise 15: a config.json that contradicts the files, or itself, is refused with the key or the tensor that
-shows it.
+"""Promise 15: a config.json that contradicts the files, or itself, raises an error.
+
+The error names the key or the tensor.
 """
 
 import json

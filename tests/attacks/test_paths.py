@@ -1,4 +1,4 @@
-"""Promises 1 to 4: a checkpoint never leads hfq out of its folder, whatever its index and its links say."""
+"""Promises 1 to 4: hfq never leaves the folder of a checkpoint, for any index and links."""
 
 import json
 import os
@@ -15,14 +15,14 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def outside(tmp_path):
-    """A valid file outside the checkpoint, so that only its place can be the reason to refuse it."""
+    """Returns a valid file outside the checkpoint, so that only its location can cause an error."""
     (tmp_path / "outside").mkdir()
     return write_raw(tmp_path / "outside" / "x.safetensors", {"a": entry()}, b"1234")
 
 
 @pytest.fixture
 def inside(tmp_path):
-    """The folder of the checkpoint, with a folder of its own."""
+    """Returns the folder of the checkpoint, which contains a subfolder."""
     (tmp_path / "inside" / "sub").mkdir(parents=True)
     return tmp_path / "inside"
 
@@ -34,7 +34,7 @@ def assert_nothing_outside_is_opened(inside, words, file):
 
 
 def test_the_trap_sees_what_is_opened(inside, outside):
-    """Without this, none of the tests below could fail."""
+    """Shows that the tests below can fail."""
     write_raw(inside / "model.safetensors", {"a": entry()}, b"1234")
     with opened_files() as opened:
         Reader(Checkpoint.open(inside)).map(str(inside / "model.safetensors"))
@@ -42,7 +42,7 @@ def test_the_trap_sees_what_is_opened(inside, outside):
     assert opened == [str(inside / "model.safetensors")] * 2 + [str(outside)]
 
 
-# 1. An index names only places inside its folder.
+# 1. An index names only files inside its folder.
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_config_or_an_index_that_is_a_link_out_is_refused(inside, outside, nam
     assert_nothing_outside_is_opened(inside, ["outside its folder"], inside / name)
 
 
-# 3. In the hub cache, links lead to the blobs of the same repository, and nowhere else.
+# 3. In the Hub cache, links lead only to the blobs of the same repository.
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_hub_cache_opens_no_door_but_its_own_blobs(tmp_path, outside, target
     assert_nothing_outside_is_opened(snapshot, ["outside its folder"], snapshot / "model.safetensors")
 
 
-# 4. Devices and pipes in place of files are refused, neither read without end nor waited for.
+# 4. Devices and pipes instead of files raise an error, without an endless read or wait.
 
 
 def test_the_limits_of_the_tests_below_are_wide_enough_for_a_good_checkpoint(inside):

@@ -1,4 +1,4 @@
-"""The table of the contract suite: a format joins by one row for each of its variants."""
+"""The cases of the contract tests: each format adds one case for each of its variants."""
 
 import json
 from collections.abc import Callable
@@ -27,13 +27,16 @@ GPTQMODEL = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quan
 
 @dataclass(
     frozen=True, eq=False
-)  # hashable: pytest runs the tests of a row one after the other, with one set of fixtures
+)  # hashable: pytest runs all tests of a case in sequence, with one set of fixtures
 class Case:
-    """A variant of a format: what quantizes with it, and the quantization_config that goes with the tensors.
+    """A variant of a format: the format that quantizes, and the matching quantization_config.
 
-    `schema` gives the file's metadata for one module, where the dialect keeps any there; `kind` is what
-    optimum-quanto's side file calls the weights; `text` is what the format says of
-    itself, where the quantizing instance does not know it before it has seen a weight.
+    Attributes of some formats:
+
+    - `schema` returns the file's metadata for one module, if the format stores metadata.
+    - `kind` is the name of the weights in optimum-quanto's side file.
+    - `text` is the description of the detected format, if the quantizing instance cannot know it before it
+      has a weight.
     """
 
     id: str
@@ -308,6 +311,7 @@ CASES = [
 ]
 
 REPRESENTATIVES = frozenset({type(case.format): case.id for case in reversed(CASES)}.values())
-"""The first row of each format: the others run the same code with other numbers, and prove less in the fast
-suite.
+"""The first case of each format, for the fast tests.
+
+Other cases run the same code with other numbers.
 """

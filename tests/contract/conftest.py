@@ -1,4 +1,4 @@
-"""Every test of the contract runs once for each row of the table."""
+"""Parametrization of the contract tests, which run once for each case."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
+@pytest.hookimpl(tryfirst=True)  # runs before pytest evaluates the markers
 def pytest_collection_modifyitems(items):
     for item in items:
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
@@ -36,7 +36,7 @@ def tensors(case):
 
 @pytest.fixture(scope="session")
 def indexed_tensors(tensors):
-    """The tensors, for the formats that have an index among them."""
+    """Returns the tensors of formats with an index tensor."""
     return tensors
 
 
@@ -53,7 +53,7 @@ def write(folder, tensors, case):
 
 @pytest.fixture(scope="session")
 def detected(case, checkpoint):
-    """{module: (format as detected on disk, sized and resolved, its tensors)} of the written checkpoint."""
+    """Returns {module: (resolved format, tensors)} of the written checkpoint."""
     opened, stored = Checkpoint.open(checkpoint), tiny_models.stored_tensors(checkpoint)
     modules = tensors_by_module(opened.tensors)
     found = {}

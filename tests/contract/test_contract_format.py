@@ -1,4 +1,4 @@
-"""What every format promises as pure functions on one module's tensors."""
+"""Contract tests of formats as pure functions of one module's tensors."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def weight():
 
 @pytest.fixture
 def module(detected):
-    """(format, tensors) of one module of the written checkpoint."""
+    """Returns (format, tensors) of one module of the written checkpoint."""
     return detected[MODULE]
 
 
 def packed(case, weight):
-    """(tensors, format) of a weight, the format as it is after detection."""
+    """Returns (tensors, format) of a weight, with the format as detected."""
     tensors = case.format.quantize(weight)
     return tensors, tiny_models.settled(case.format, tensors, case.config, tuple(weight.shape), case.schema)
 
@@ -56,8 +56,8 @@ def test_the_rounding_error_is_that_of_the_bits(case, weight):
     tensors, weight_format = packed(case, weight)
     error = (weight_format.dequantize(tensors) - weight).norm() / weight.norm()
     bits = weight_format.bits_per_code
-    # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half of that for each further bit up to
-    # FP8's 3-4 bit mantissa
+    # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half for each further bit, up to the
+    # 3-4 bit mantissa of FP8
     assert 0.001 < error < {1: 1.5, 2: 0.65, 3: 0.3, 4: 0.16, 5: 0.08, 6: 0.04, 8: 0.07}[bits]
 
 
@@ -84,8 +84,7 @@ def test_linear_is_a_product_with_the_dequantized_weight(module, dtype):
     found = reference.linear(activations, tensors, detected)
     assert found.dtype == dtype
     assert found.shape == (3, 5, OUT)
-    # the weight is the same bit for bit; a product over panels may sum in another order than one over the
-    # whole
+    # the weight is bit-identical, but a product over panels may sum in another order
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     assert (found - expected).float().norm() <= tolerance * expected.float().norm()
 
@@ -100,7 +99,7 @@ def test_a_damaged_scale_is_refused_by_name(case, module):
 
 
 def test_no_other_format_claims_a_module(case, checkpoint):
-    """Formats of equal priority never overlap, so that the order in which they are asked decides nothing."""
+    """Formats never overlap, so the order of detection has no effect."""
     opened = Checkpoint.open(checkpoint)
     hints = detection_hints(opened, case.config)
     for module, tensors in tensors_by_module(opened.tensors).items():

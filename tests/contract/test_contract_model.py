@@ -1,5 +1,6 @@
-"""What every format promises through `from_pretrained`: any placement, the same logits, the same bytes;
-damage is refused.
+"""Contract tests of formats through `from_pretrained`.
+
+Every placement has the same logits and saves the same bytes, and damage raises an error.
 """
 
 import pytest
@@ -19,7 +20,7 @@ PLACEMENTS = {
     "disk": {"": "disk"},
     "auto": "auto",
 }
-ONCE = pytest.mark.once_each_format  # a device map or a cpu_memory is read above the formats
+ONCE = pytest.mark.once_each_format  # formats do not see the device map or cpu_memory
 HALF_AND_ONCE = ["half", *(pytest.param(placement, marks=ONCE) for placement in ("cpu", "disk"))]
 
 
@@ -50,7 +51,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(detected, load, residen
     plain = AutoModelForCausalLM.from_pretrained(
         tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32
     )
-    # the same weights bit for bit; the products of panels may sum in another order
+    # the weights are bit-identical, but products over panels may sum in another order
     assert (logits(plain, TOKENS) - resident).norm() <= 1e-5 * resident.norm()
 
 

@@ -1,5 +1,6 @@
-"""What the compiled kernel promises of the dialects it reads: one result in every placement, the reference's
-up to rounding.
+"""Contract tests of the compiled kernel, for the formats that it supports.
+
+It has one result in every placement, equal to the reference up to rounding.
 """
 
 import pytest
@@ -21,5 +22,5 @@ def test_the_compiled_kernel_gives_the_same_logits_in_every_placement(
         "cpp"
     }
     found, reference = logits(model, TOKENS), logits(load(checkpoint, kernel="reference"), TOKENS)
-    assert (found - reference).norm() <= 1e-5 * reference.norm()  # the products are summed in another order
+    assert (found - reference).norm() <= 1e-5 * reference.norm()  # the kernel sums products in another order
     assert logits(load(checkpoint, PLACEMENTS["half"], cpu_memory="private"), TOKENS).equal(found)

@@ -1,5 +1,6 @@
-"""Every pair of dialects: the same logits bit for bit, the tensors that the target's readers expect, and the
-way back.
+"""Tests of conversions between every pair of formats.
+
+Logits stay bit-identical, other tools find the tensors that they expect, and the way back works.
 """
 
 import json
@@ -49,7 +50,7 @@ TENSORS = {
 
 def write(folder, case):
     tensors = tiny_models.onloaded_tensors(case.format)
-    if case.id.startswith("pack-quantized"):  # what llmcompressor stores, and what GPTQ can hold
+    if case.id.startswith("pack-quantized"):  # llmcompressor stores such scales, and GPTQ can hold them
         tensors = {name: t.bfloat16() if name.endswith(".weight_scale") else t for name, t in tensors.items()}
     return tiny_models.write_model(folder, tensors, case.config)
 
@@ -119,7 +120,7 @@ def test_the_way_back_leads_to_the_same_bytes(sources, tmp_path, name, targets):
         steps.append(tmp_path / str(number))
         convert_checkpoint(Checkpoint.open(steps[-2]), steps[-1], to)
     expected, found = tiny_models.digests(path), tiny_models.digests(steps[-1])
-    if name == "fp8-autofp8-static":  # which began under other names
+    if name == "fp8-autofp8-static":  # its tensors had other names at first
         expected = tiny_models.digests(steps[1])
     if name == "pack-quantized-w4-asym":  # GPTQ stores its scales in F16
         expected = {key: value for key, value in expected.items() if not key.endswith("weight_scale")}
@@ -154,7 +155,7 @@ def test_what_config_json_says_of_gptq(sources, tmp_path):
         "meta": config["meta"],
     }
     sizes = {each["group_size"] for each in config["dynamic"].values()}
-    assert sizes == {128}  # down_proj: as many groups of twice as many channels
+    assert sizes == {128}  # down_proj has the same number of groups and twice the channels
     assert {**config, "dynamic": None} == {**expected, "dynamic": None}
     assert json.loads((tmp_path / "to" / "quantize_config.json").read_text()) == config
 

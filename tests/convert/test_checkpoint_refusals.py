@@ -1,4 +1,4 @@
-"""What cannot be converted without loss is refused by name, and nothing is left of what fails midway."""
+"""Tests of conversions that fail: the error names the layer, and no files are left."""
 
 import errno
 import json
@@ -24,8 +24,9 @@ FIRST = tiny_models.FIRST
 
 
 def write(folder, name, **changed):
-    """A checkpoint of a row of the contract; `changed` maps a tensor's local name to what is done with it in
-    the first layer.
+    """Writes the checkpoint of a contract case.
+
+    `changed` maps the local name of a tensor in the first layer to a function that changes it.
     """
     case = ROWS[name]
     tensors = tiny_models.onloaded_tensors(case.format)
@@ -69,7 +70,7 @@ def test_a_zero_point_of_0_is_refused_for_v1_alone(tmp_path):
 
 
 def test_a_zero_point_that_wraps_in_v1_is_kept_by_others(tmp_path):
-    """gptqmodel stores 0 as -1 on the packed word; its own v2 twin, and pack-quantized, hold a plain 0."""
+    """gptqmodel stores 0 as -1 on the packed word; v2 and pack-quantized store a plain 0."""
     path = write(
         tmp_path / "source",
         "gptq-v1-w4-asym",
@@ -92,7 +93,7 @@ def test_a_zero_point_of_16_of_autogptq_is_refused(tmp_path):
 
 
 def test_experts_that_gptqmodel_cut_across_gate_and_up_are_refused(tmp_path):
-    """No other format says that they are, so what reads them would take the halves for gate and up."""
+    """No other format can describe the halves, so its readers would use them as gate and up."""
     scheme = next(scheme for scheme in moe_models.SCHEMES if "halves" in scheme.id)
     path = moe_models.write(scheme, lambda name: False).save(tmp_path / "source")
     with refused(
@@ -196,7 +197,7 @@ def test_what_does_not_read_back_is_never_given_the_name(tmp_path, monkeypatch, 
 
     def spoiled(layer, is_v1):
         plan = plan_gptq(layer, is_v1)
-        if fault == "other codes":  # which no check of small tensors finds
+        if fault == "other codes":  # no check of small tensors finds this
             codes = plan.tensors["qweight"]
             plan.tensors["qweight"] = NewTensor(codes.dtype, codes.shape, lambda: layer.read("qweight") ^ 1)
             return plan
@@ -225,7 +226,7 @@ def test_what_does_not_read_back_is_never_given_the_name(tmp_path, monkeypatch, 
 
 
 def shard(path):
-    """Every tensor of a layer in another file than its neighbours."""
+    """Stores every tensor of a layer in another file than its neighbors."""
     tensors = tiny_models.stored_tensors(path)
     parts = [dict(list(tensors.items())[number::3]) for number in range(3)]
     weight_map = {}

@@ -1,4 +1,4 @@
-"""Stored tensors described without a file, for the tests of detection."""
+"""Stored tensors described without a file, for tests of detection."""
 
 import pytest
 
@@ -26,8 +26,9 @@ def describe_one(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 @pytest.fixture
 def describe():
-    """describe(module, qweight=("I32", (8, 64)), …) → the module's tensors by local name, as headers describe
-    them.
+    """describe(module, qweight=("I32", (8, 64)), …) → the module's tensors by local name.
+
+    The tensors are described as in the header of a file.
     """
 
     def describe(module: str, **tensors):
@@ -41,7 +42,7 @@ def describe():
 
 @pytest.fixture
 def describe_tensors():
-    """describe_tensors(module, {local: torch tensor}) → the same, of tensors at hand."""
+    """describe_tensors(module, {local: torch tensor}) → the same for existing tensors."""
 
     def describe_tensors(module: str, tensors):
         return {

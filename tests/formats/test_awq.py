@@ -1,4 +1,4 @@
-"""AWQ's three layouts against loops over their words, and what is refused."""
+"""Tests of AWQ's three layouts against loops over their words, and of unsupported files."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def stream(words: list[int], num_bits: int, count: int) -> list[int]:
 
 
 def multiply(codes: list, zeros: list, scales: np.ndarray, group_size: int) -> torch.Tensor:
-    """W[n, k] = (q - z) * s in float32, `zeros` and `scales` as [n][group]."""
+    """Computes W[n, k] = (q - z) * s in float32, with `zeros` and `scales` as [n][group]."""
     weight = [
         [
             np.float32(code - zeros[n][k // group_size]) * scales[n, k // group_size]
@@ -52,7 +52,7 @@ def random_gemm(out_features: int, in_features: int, group_size: int, num_bits: 
 
 
 def gemm_row(words: list[int], num_bits: int) -> list[int]:
-    """The columns of a row of words: 4 bits in AWQ's order, any other number as a plain stream."""
+    """Returns the columns of a row of words: AWQ's order for 4 bits, else a plain stream."""
     count = len(words) * 32 // num_bits
     if num_bits != 4:
         return stream(words, num_bits, count)
@@ -98,8 +98,9 @@ def random_fast(out_features: int, in_features: int, group_size: int, zeros_name
 
 
 def fast_by_hand(tensors, group_size: int, zeros_name: str = "qzeros") -> torch.Tensor:
-    """Undoes AutoAWQ's `pack_intweight`: four rows share a word, and channels are permuted twice within
-    32.
+    """Inverts AutoAWQ's `pack_intweight`.
+
+    Four rows share a word, and channels are permuted twice within 32.
     """
     words = tensors["qweight"].tolist()
     in_features, out_features = len(words[0]), 4 * len(words)
@@ -214,7 +215,7 @@ def test_awq_and_gptq_of_one_word_shape_are_told_apart_by_what_stands_beside():
 @pytest.mark.parametrize("version", ["marlin", "exllama", "gemm2", 4])
 def test_a_layout_that_is_none_of_awqs_is_refused(version):
     tensors = random_gemm(16, 64, 32)
-    with pytest.raises(FormatError, match=r"(?s)does not read. Nothing was loaded.*gemv_fast"):
+    with pytest.raises(FormatError, match=r"(?s)does not support. Nothing was loaded.*gemv_fast"):
         Awq.detect("m", described("m", tensors), CONFIG | {"version": version})
 
 

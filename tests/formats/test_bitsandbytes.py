@@ -1,5 +1,6 @@
-"""bitsandbytes against loops over its bytes: blocks that run across rows, odd sizes, nested scales, and a
-damaged state.
+"""Tests of bitsandbytes against loops over its bytes.
+
+They include blocks across rows, odd sizes, nested scales, and a damaged state.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
 def random_layer(out_features: int, in_features: int, storage=torch.uint8, nested: bool = False, **state):
-    """Any bytes at all, with a table of values of their own."""
+    """Returns random bytes with a random table of values."""
     generator = torch.Generator().manual_seed(out_features * 1000 + in_features)
     numel = out_features * in_features
     blocks, nbytes = -(-numel // 64), -(-numel // 2)
@@ -50,8 +51,9 @@ def as_state(state) -> torch.Tensor:
 
 
 def dequantize_by_hand(tensors, out_features: int, in_features: int) -> torch.Tensor:
-    """W.flat[i] = quant_map[code[i]] * absmax[i // 64], the code of an even i in the high nibble; each step
-    in float32.
+    """Computes W.flat[i] = quant_map[code[i]] * absmax[i // 64] with float32 in each step.
+
+    The code of an even i is in the high nibble.
     """
     packed = tensors["weight"].contiguous().view(-1).view(torch.uint8).tolist()
     values, absmax = tensors["weight.quant_map"].numpy(), tensors["weight.absmax"].numpy()
@@ -135,7 +137,7 @@ def test_quantizing_an_odd_size_gives_what_is_read_back(size, options):
     found = detected(tensors, size)
     check_specs(found, tensors, size)
     assert torch.equal(found.dequantize(tensors), dequantize_by_hand(tensors, *size))
-    # nf4's widest gap between values is 0.31 of a block's amplitude, which nesting blurs by some percent
+    # nf4's widest gap between values is 0.31 of a block's amplitude; nesting adds an error of some percent
     assert (found.dequantize(tensors) - weight).abs().max() <= 0.2 * weight.abs().max()
 
 
@@ -249,7 +251,7 @@ def test_an_int8_row_is_scaled_by_its_amplitude_over_127():
     tensors = random_int8()
     found = BnbInt8.detect("m", described("m", tensors), {}).resolve("m", tensors)
     expected = tensors["weight"].double() * tensors["SCB"].double()[:, None] / 127
-    # three float32 roundings against one
+    # the loop rounds to float32 three times, hfq once
     assert torch.allclose(found.dequantize(tensors).double(), expected, rtol=3e-7, atol=0)
     for start in range(5):
         panel = torch.full((1, 33), float("nan"))

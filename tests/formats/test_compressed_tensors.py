@@ -1,5 +1,6 @@
-"""compressed-tensors' integers against loops over one big Python integer a row, and what its config may not
-say.
+"""Tests of compressed-tensors' integers against loops over one Python integer per row.
+
+They also test invalid configs.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ def config(**weights) -> dict:
 
 
 def words_of(codes: list[int], num_bits: int, share: int | None = None) -> list[int]:
-    """Codes as int32 words: one stream, or `share` codes a word."""
+    """Packs codes into int32 words: one stream, or `share` codes per word."""
     if share is not None:
         return [
             word for i in range(0, len(codes), share) for word in words_of(codes[i : i + share], num_bits)
@@ -36,8 +37,9 @@ def words_of(codes: list[int], num_bits: int, share: int | None = None) -> list[
 def random_layer(
     num_bits: int, size: tuple[int, int], groups: int, symmetric: bool = True, is_straddling: bool = True
 ):
-    """(tensors as compressed-tensors packs them, the weight they mean): W[n, k] = (q - zp) * scale in
-    float32.
+    """Returns tensors as compressed-tensors packs them, and their weight.
+
+    W[n, k] = (q - zp) * scale in float32.
     """
     out_features, in_features = size
     generator = torch.Generator().manual_seed(num_bits)
@@ -109,14 +111,14 @@ def test_words_of_old_writers_hold_whole_codes(num_bits):
 
 @pytest.mark.parametrize("num_bits", [3, 5, 6, 7])
 def test_zero_points_of_old_writers_are_refused(num_bits):
-    """How they packed the zero points could not be verified."""
+    """The packing of their zero points could not be verified."""
     tensors, _ = random_layer(num_bits, (40, 64), 2, False, is_straddling=False)
     with pytest.raises(FormatError, match="do not fit its input"):
         detected(tensors, (40, 64), config(num_bits=num_bits, symmetric=False))
 
 
 def test_the_config_tells_apart_what_the_width_does_not():
-    """32 codes of 3 bits in whole words take 4 words, as 32 codes of 4 bits do."""
+    """32 codes of 3 bits in whole words occupy 4 words, like 32 codes of 4 bits."""
     tensors, expected = random_layer(3, (8, 32), 1, is_straddling=False)
     assert tensors["weight_packed"].shape == (8, 4)
     assert torch.equal(detected(tensors, (8, 32), config(num_bits=3)).dequantize(tensors), expected)

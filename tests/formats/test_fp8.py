@@ -1,6 +1,4 @@
-"""What an FP8 layer means in numbers, against loops that decode every byte by its sign, exponent and
-mantissa.
-"""
+"""Tests of FP8 layers against loops that decode every byte by sign, exponent, and mantissa."""
 
 import math
 
@@ -29,7 +27,7 @@ def decode(byte: int, exponent_bits: int) -> float:
 
 
 def multiplier(scale: torch.Tensor) -> np.ndarray:
-    """The scales as float32, F8_E8M0 and U8 as powers of two."""
+    """Returns the scales as float32, with F8_E8M0 and U8 as powers of two."""
     if scale.dtype in (E8M0, torch.uint8):
         numbers = [2.0 ** (byte - 127) for byte in scale.reshape(-1).view(torch.uint8).tolist()]
     else:
@@ -40,8 +38,9 @@ def multiplier(scale: torch.Tensor) -> np.ndarray:
 def dequantize_by_hand(
     codes: torch.Tensor, scale: torch.Tensor, position, reciprocal: bool = False
 ) -> np.ndarray:
-    """float32 code × (or ÷) float32 scale, element by element; `position(n, k)` is the scale's place in its
-    flat tensor.
+    """Computes float32 code × (or ÷) float32 scale, element by element.
+
+    `position(n, k)` is the index of the scale in its flat tensor.
     """
     raw, exponent_bits = codes.view(torch.uint8).numpy(), 4 if codes.dtype == E4M3 else 5
     scales = multiplier(scale)
@@ -55,7 +54,7 @@ def dequantize_by_hand(
 
 
 def assert_same_bits(found: torch.Tensor, expected: np.ndarray):
-    """Equal to the bit, the sign of zero included; any NaN is as good as another."""
+    """Checks bit-identical values, including the sign of zero; all NaNs are equal."""
     found = found.numpy()
     assert found.dtype == np.float32
     nan = np.isnan(expected)
@@ -64,7 +63,7 @@ def assert_same_bits(found: torch.Tensor, expected: np.ndarray):
 
 
 def random_codes(out_features: int, in_features: int, dtype=E4M3, seed: int = 0) -> torch.Tensor:
-    """Every byte, but for the few that are NaN or infinity."""
+    """Returns random bytes without NaN and infinity."""
     finite = [byte for byte in range(256) if math.isfinite(decode(byte, 4 if dtype == E4M3 else 5))]
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randint(len(finite), (out_features, in_features), generator=generator)
@@ -190,7 +189,7 @@ def test_the_extreme_powers_of_two_are_neither_zero_nor_nan(describe_tensors):
         "weight_scale": torch.tensor([[0], [254]], dtype=torch.uint8),
     }
     weight = detect(describe_tensors, tensors).dequantize(tensors)
-    assert weight[:, 0].tolist() == [2.0**-124, math.inf]  # 2**130 is beyond float32
+    assert weight[:, 0].tolist() == [2.0**-124, math.inf]  # 2**130 exceeds the range of float32
 
 
 @pytest.mark.parametrize("case", ["tensor [1]", "channel [N]", "block [3, 3] of 16x24"])
@@ -214,7 +213,7 @@ def test_undeclared_reciprocals_of_rows_are_recognised_with_a_warning(caplog, de
     )
     assert_same_bits(detected.dequantize(tensors), expected)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "reciprocals" in caplog.text
+    assert "like reciprocal scales of gptqmodel" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -253,8 +252,8 @@ def test_floats_where_the_config_promises_powers_of_two_must_be_such(describe_te
     config = {"quant_method": "fp8", "weight_block_size": [16, 24], "scale_fmt": "ue8m0"}
     tensors = {"weight": random_codes(40, 64), "weight_scale_inv": torch.full((3, 3), 2.0**-7)}
     assert detect(describe_tensors, tensors, config).dequantize(tensors).isfinite().all()
-    tensors["weight_scale_inv"] = torch.full((3, 3), 119.0)  # the exponents, cast by a careless tool
-    with pytest.raises(FormatError, match="no power of two"):
+    tensors["weight_scale_inv"] = torch.full((3, 3), 119.0)  # exponents that a tool cast to another dtype
+    with pytest.raises(FormatError, match="not a power of two"):
         detect(describe_tensors, tensors, config)
 
 

@@ -1,4 +1,4 @@
-"""How an FP8 layer is recognised, what it must hold, and what its config may and may not say about it."""
+"""Tests of the detection of FP8 layers, and of their tensors and configs."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What FP8 packs by rounding to nearest, and how it describes itself."""
+"""Tests of FP8 quantization by rounding to nearest, and of descriptions of FP8 formats."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_quantizing_rounds_each_weight_to_its_nearest_code(case):
         for left in range(0, columns, block_in):
             part = (slice(first, first + block_out), slice(left, left + block_in))
             scale = weight[part].abs().max() / (57344 if is_e5m2 else 448)
-            # half a step of the mantissa, or of the subnormals; and fp32 rounding of the scale
+            # half a step of the mantissa, or of the subnormals, plus the float32 rounding of the scale
             bound = torch.maximum(
                 weight[part].abs() * (2**-3 if is_e5m2 else 2**-4), scale * (2**-17 if is_e5m2 else 2**-10)
             )

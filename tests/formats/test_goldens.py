@@ -1,5 +1,6 @@
-"""Real peers' tensors, dequantized as the peer's own code did: bit for bit in the dtype that it was kept
-in.
+"""Tests of tensors that other tools wrote.
+
+hfq dequantizes them bit-identically to the tool's own code, in the dtype of the golden file.
 """
 
 import json

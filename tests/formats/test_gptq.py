@@ -1,4 +1,4 @@
-"""What a GPTQ layer means in numbers, against loops over one big Python integer for each packed column."""
+"""Tests of GPTQ layers against loops over one Python integer per packed column."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def ones(num_bits: int) -> int:
 
 
 def real_zeros(words, num_bits: int, count: int, reading: str) -> list[int]:
-    """The zero points of one group as each writer's own reader sees them."""
+    """Returns the zero points of one group as each writer's own reader computes them."""
     if reading == "word_plus_one":
         words = [(int(word) + ones(num_bits)) % (1 << 32) for word in words]
     stored = fields(words, num_bits, count)
@@ -42,7 +42,7 @@ def real_zeros(words, num_bits: int, count: int, reading: str) -> list[int]:
 
 
 def dequantize_by_hand(tensors, num_bits: int, groups: list[int], reading: str) -> torch.Tensor:
-    """W[n, k] = scales[g, n] * (q[k, n] - z[g, n]); one float32 product each."""
+    """Computes W[n, k] = scales[g, n] * (q[k, n] - z[g, n]), with one float32 product each."""
     qweight, qzeros = tensors["qweight"].numpy(), tensors["qzeros"].numpy()
     scales = tensors["scales"].float().numpy()
     count, columns = len(groups), qweight.shape[1]
@@ -61,7 +61,7 @@ def groups_of(group_size: int, in_features: int = K) -> list[int]:
 
 
 def random_layer(num_bits: int, group_size: int, seed: int = 0, in_features: int = K, columns: int = N):
-    """Any words at all: nothing in the format forbids a bit pattern."""
+    """Returns a layer of random words; every bit pattern is valid."""
     generator = torch.Generator().manual_seed(seed)
     groups = max(groups_of(group_size, in_features)) + 1
 
@@ -77,7 +77,7 @@ def random_layer(num_bits: int, group_size: int, seed: int = 0, in_features: int
 
 @pytest.mark.parametrize(
     "group_size", [-1, 32, 64, 200]
-)  # 64 leaves half a group of the 96 channels; 200 is never filled
+)  # group size 64 fills half of the last group of the 96 channels, and 200 is larger than the input
 @pytest.mark.parametrize(("num_bits", "reading"), list(itertools.product(BITS, READINGS[:1] + READINGS[2:])))
 def test_the_weight_is_that_of_the_loops(num_bits, group_size, reading):
     tensors = random_layer(num_bits, group_size)
@@ -99,8 +99,9 @@ def test_adding_on_the_word_wraps_around_like_gptqmodel(num_bits, group_size):
 
 
 def twins(num_bits: int, group_size: int = 32):
-    """One layer twice, with every zero point from 0 up: as v2 stores it, and as gptqmodel turns that into
-    v1.
+    """Returns one layer twice, with all zero points from 0 on.
+
+    The first is stored as v2. The second is gptqmodel's conversion of it to v1.
     """
     v2 = random_layer(num_bits, group_size, seed=5)
     groups = v2["scales"].shape[0]
@@ -152,7 +153,7 @@ def test_autogptq_reads_a_stored_minus_one_as_two_to_the_bits():
     weights = {
         reading: Gptq(4, -1, False, reading).dequantize(tensors).unique().tolist() for reading in READINGS
     }
-    # -1 on a word is the borrow of its lowest field alone: that one field becomes 0, all others 1
+    # -1 on a word borrows from its lowest field alone: this field becomes 0, all others 1
     assert weights == {
         "stored": [-15],
         "field_plus_one": [-16],

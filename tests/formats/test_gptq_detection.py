@@ -1,4 +1,4 @@
-"""How a GPTQ layer is recognised, and what its config may and may not say about it."""
+"""Tests of the detection of GPTQ layers, and of their configs."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 
 @pytest.fixture
 def layer(describe):
-    """layer(num_bits, group_size) → the tensors beside a linear layer 256 → 64."""
+    """layer(num_bits, group_size) → the tensors of a linear layer 256 → 64."""
 
     def layer(num_bits: int = 4, group_size: int = 64, **more):
         groups = 256 // group_size
@@ -111,7 +111,7 @@ def test_an_unusable_group_size_is_refused(layer, group_size):
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
 @pytest.mark.parametrize("label", ["marlin", "bitblas", "GPTQ", 2])
 def test_another_checkpoint_format_is_refused(layer, key, label):
-    with pytest.raises(FormatError, match="is a GPTQ layout that hfq does not read") as caught:
+    with pytest.raises(FormatError, match="is a GPTQ layout that hfq does not support") as caught:
         Gptq.detect(MODULE, layer(), {"bits": 4, key: label})
     assert caught.value.tensor == MODULE
     assert caught.value.expected == "gptq or gptq_v2 or gptq_p"

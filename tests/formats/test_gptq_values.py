@@ -1,4 +1,4 @@
-"""What only the values of a GPTQ layer can tell: mislabelled versions, and damage."""
+"""Tests of GPTQ layers that depend on values: wrong version labels, and damage."""
 
 import logging
 

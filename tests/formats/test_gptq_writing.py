@@ -1,4 +1,4 @@
-"""The shapes GPTQ asks for, and what it packs by rounding to nearest."""
+"""Tests of the shapes of GPTQ tensors, and of GPTQ quantization by rounding to nearest."""
 
 import itertools
 
@@ -54,12 +54,12 @@ def test_every_weight_is_rounded_by_half_a_step_at_most(num_bits, reading, group
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     span = 2 * groups.abs().amax(2, keepdim=True) if symmetric else high - low
     step = (span / (2**num_bits - 1)).expand_as(groups).flatten(1)
-    # an asymmetric zero point is rounded as well: half a step more; a scale of fp16 is rounded by 2**-11
+    # an asymmetric zero point is rounded, which adds half a step; an fp16 scale is rounded by 2**-11
     bound = step * (0.5 if symmetric else 1) + weight.abs() * 2**-10
     assert ((weight_format.dequantize(tensors) - weight).abs() <= bound).all()
     if (
         not symmetric and reading != "field_plus_one"
-    ):  # a zero point of 0 is exact, and AutoGPTQ's reading knows none
+    ):  # a zero point of 0 is exact, but AutoGPTQ's reading cannot represent it
         positive = (weight_format.dequantize(tensors)[:8] - weight[:8]).abs()
         assert (positive <= step[:8] * 0.5 + weight[:8] * 2**-10).all()
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {

@@ -1,4 +1,4 @@
-"""HQQ against loops over its slabs, in every number of bits, and what it says of itself."""
+"""Tests of HQQ against loops over its slabs, for all bits, and of its metadata."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def packed_rows(rows: int, num_bits: int) -> int:
 
 
 def random_layer(num_bits: int, size: tuple[int, int], group_size: int, axis: int = 1):
-    """Any bytes at all: every bit pattern is a weight."""
+    """Returns a layer of random bytes; every bit pattern is a weight."""
     generator = torch.Generator().manual_seed(num_bits)
     groups = size[0] * size[1] // group_size
     rows, columns = (groups, group_size) if axis == 1 else (group_size, groups)
@@ -38,8 +38,9 @@ def random_layer(num_bits: int, size: tuple[int, int], group_size: int, axis: in
 
 
 def by_hand(tensors, num_bits: int, size: tuple[int, int], group_size: int, axis: int = 1) -> torch.Tensor:
-    """Row r of M lies in slab r // height, the first slab in the highest bits; W.flat = ((M - zero) *
-    scale).flat.
+    """Computes W.flat = ((M - zero) * scale).flat.
+
+    Row r of M is in slab r // height, with the first slab in the highest bits.
     """
     packed = tensors["W_q"].tolist()
     groups, height = size[0] * size[1] // group_size, len(packed)
@@ -75,7 +76,7 @@ def check(tensors, size, expected) -> None:
 
 
 def is_whole(num_bits: int, size: tuple[int, int], group_size: int, axis: int) -> bool:
-    """Whether hqq packs these rows: it knows padding for 3 bits alone."""
+    """Returns True if hqq packs this number of rows; it pads rows only for 3 bits."""
     rows = size[0] * size[1] // group_size if axis == 1 else group_size
     return num_bits == 3 or rows % SLABS[num_bits] == 0
 
@@ -152,7 +153,9 @@ def test_what_a_layer_does_not_say_is_read_by_its_shapes():
 @pytest.mark.parametrize("name", ["zero.scale", "scale.W_q", "zero_scale", "meta"])
 def test_scales_that_are_quantized_themselves_are_refused(name):
     tensors = random_layer(4, (16, 64), 64) | {name: torch.ones(1)}
-    with pytest.raises(FormatError, match=rf"(?s)does not read. Nothing was loaded.*{name}"):
+    with pytest.raises(
+        FormatError, match=rf"(?s)HQQ options of a layer are not supported. Nothing was loaded.*{name}"
+    ):
         Hqq.detect("m", described("m", tensors), {})
 
 

@@ -1,6 +1,4 @@
-"""What MLX's config says of a layer, beside what the tensors say; its values are proved by goldens and the
-contract suite.
-"""
+"""Tests of MLX's configs. Goldens and the contract tests check its values."""
 
 import pytest
 import torch
@@ -60,7 +58,7 @@ def test_the_experts_of_a_layer_share_one_entry(name):
 
 
 def test_an_entry_without_a_mode_is_affine_beside_a_model_of_floats():
-    """As mlx-lm's gpt-oss: mxfp4 experts, everything else of 8 bits."""
+    """mlx-lm stores gpt-oss in this way: mxfp4 experts, and 8 bits for other layers."""
     config = {
         "quant_method": "mlx",
         "group_size": 32,
@@ -78,7 +76,9 @@ def test_an_entry_without_a_mode_is_affine_beside_a_model_of_floats():
     [({"mode": "int3"}, {}), ({"mode": []}, {}), ({"mode": "nvfp4"}, {"global_scale": ("F32", ())})],
 )
 def test_a_mode_that_is_unknown_or_has_a_global_scale_is_refused(config, more):
-    with pytest.raises(FormatError, match=r"(?s)in a way that hfq does not read.*--q-mode affine") as caught:
+    with pytest.raises(
+        FormatError, match=r"(?s)in an MLX mode that hfq does not support.*--q-mode affine"
+    ) as caught:
         detect(infos(16, 8, "U8", biases=None, **more), CONFIG | config)
     assert caught.value.tensor == f"{MODULE}.weight"
 

@@ -1,4 +1,4 @@
-"""ModelOpt's integers against loops over its nibbles, with and without scales of the input channels."""
+"""Tests of ModelOpt's integers against loops over nibbles, with and without input scales."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def random_int4(size: tuple[int, int], groups: int, has_columns: bool = False):
 
 
 def int4_by_hand(tensors) -> torch.Tensor:
-    """Rows 2r lie in the low nibbles and rows 2r + 1 in the high ones, as two's complement."""
+    """Unpacks rows 2r from low nibbles and rows 2r + 1 from high ones (two's complement)."""
     scale, pairs = tensors["weight_scale"].numpy(), tensors["weight"].tolist()
     columns = tensors["pre_quant_scale"].float().numpy() if "pre_quant_scale" in tensors else None
     weight = np.empty((2 * len(pairs), len(pairs[0])), dtype=np.float32)

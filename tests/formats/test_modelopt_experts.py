@@ -1,5 +1,6 @@
-"""ModelOpt's experts of gpt-oss and Llama 4 against loops over their codes, and what it writes of other
-dialects, refused.
+"""Tests of ModelOpt's experts of gpt-oss and Llama 4 against loops over their codes.
+
+They also test unsupported formats of ModelOpt.
 """
 
 import numpy as np
@@ -38,7 +39,7 @@ def random_nvfp4() -> dict[str, torch.Tensor]:
 
 
 def nvfp4_by_hand(tensors) -> torch.Tensor:
-    """The byte of channels 2i and 2i + 1 is row i, the even channel its low nibble."""
+    """Computes weights of NVFP4: row i holds channels 2i (low nibble) and 2i + 1."""
     codes, scale = tensors["transposed"].tolist(), tensors["weight_scale"].float().numpy()
     weight = np.empty((OUT, IN), dtype=np.float32)
     for n in range(OUT):

@@ -1,4 +1,4 @@
-"""optimum-quanto against loops over its slabs and bytes, and what its side file may not say."""
+"""Tests of optimum-quanto against loops over slabs and bytes, and of its side file."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,10 @@ def random_bits(num_bits: int, size: tuple[int, int], group_size: int):
 
 
 def bits_by_hand(tensors, num_bits: int, size: tuple[int, int], group_size: int) -> torch.Tensor:
-    """Group r lies in slab r // height, the first slab in the low bits; W.flat = scale * q - shift."""
+    """Computes W.flat = scale * q - shift.
+
+    Group r is in slab r // height, with the first slab in the low bits.
+    """
     packed = tensors["weight._data._data"].tolist()
     scale, shift = tensors["weight._scale"].float().numpy(), tensors["weight._shift"].float().numpy()
     flat = []
@@ -120,7 +123,7 @@ def test_codes_of_another_size_are_refused(size):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
 def test_bytes_of_another_kind_are_refused_by_name(dtype):
     tensors = {"weight._data": torch.zeros(4, 8, dtype=dtype), "weight._scale": torch.ones(4, 1)}
-    with pytest.raises(FormatError, match=r"(?s)does not read. Nothing was loaded.*m.weight._data"):
+    with pytest.raises(FormatError, match=r"(?s)unsupported dtype. Nothing was loaded.*m.weight._data"):
         QuantoBytes.detect("m", described("m", tensors), {})
 
 

@@ -1,4 +1,4 @@
-"""torchao: the file's metadata says what the tensors are; without it nothing is guessed."""
+"""Tests of torchao files, which require the metadata that describes their tensors."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def random_layer(
 
 
 def by_hand(tensors) -> torch.Tensor:
-    """W[n, k] = (q - zero) * scale, in float32."""
+    """Computes W[n, k] = (q - zero) * scale, in float32."""
     codes, scale = tensors["_weight_qdata"], tensors["_weight_scale"]
     rows, groups = scale.shape if scale.dim() == 2 else (1, 1)
     scale = scale.reshape(rows, groups).numpy()
@@ -142,7 +142,7 @@ def test_a_model_whose_file_lost_its_metadata_is_refused_before_anything_is_load
 def test_a_tensor_of_a_kind_that_hfq_does_not_read_is_refused_by_its_kind(kind):
     tensors = random_layer(torch.int8, (6, 1))
     with pytest.raises(
-        FormatError, match=r"(?s)does not read. Nothing was loaded.*Float8Tensor or Int8Tensor"
+        FormatError, match=r"(?s)unsupported type. Nothing was loaded.*Float8Tensor or Int8Tensor"
     ):
         detected(
             tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False) | {"_type": kind}
@@ -154,7 +154,7 @@ def test_a_tensor_of_a_kind_that_hfq_does_not_read_is_refused_by_its_kind(kind):
 )
 def test_codes_of_another_kind_than_the_metadata_says_are_refused(kind, dtype):
     tensors = random_layer(dtype, (6, 1))
-    with pytest.raises(FormatError, match=rf"(?s)does not read. Nothing was loaded.*found: {kind}"):
+    with pytest.raises(FormatError, match=rf"(?s)unsupported type. Nothing was loaded.*found: {kind}"):
         detected(tensors, schema(kind, torch.Size((6, 48)), torch.Size((6, 1)), False))
 
 

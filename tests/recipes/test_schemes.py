@@ -1,6 +1,4 @@
-"""What methods beside GPTQ and FP8 write: the numbers of their sources, in tensors that are detected as the
-dialect they are of.
-"""
+"""Tests of schemes: the numbers of their sources, in tensors of the detected format."""
 
 import pytest
 import torch

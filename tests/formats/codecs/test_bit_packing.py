@@ -1,4 +1,4 @@
-"""Packed integers against a bit stream kept in one big Python integer for each column."""
+"""Tests of bit packing against a bit stream in one Python integer per column."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ BITS = range(1, 9)
 
 
 def stream(column) -> int:
-    """The words of one column as one integer whose bit i is bit i of the stream."""
+    """Returns the words of one column as one integer whose bit i is bit i of the stream."""
     return sum((int(word) & 0xFFFFFFFF) << (32 * position) for position, word in enumerate(column))
 
 

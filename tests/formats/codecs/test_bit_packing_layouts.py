@@ -1,4 +1,4 @@
-"""Words without straddling codes and bit planes, against one big Python integer read bit by bit."""
+"""Tests of words without straddling codes, and of bit planes, against Python integers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ COLUMNS = 3
 
 
 def random_words(count: int, seed: int = 0) -> torch.Tensor:
-    """Any words at all, the extremes among them."""
+    """Returns random words, including the extremes."""
     words = torch.randint(
         -(2**31), 2**31, (count, COLUMNS), dtype=torch.int64, generator=torch.Generator().manual_seed(seed)
     )
@@ -20,7 +20,7 @@ def random_words(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def bits_of(word: int) -> list[int]:
-    """The 32 bits of a word, the lowest first."""
+    """Returns the 32 bits of a word, the lowest first."""
     return [(word & 0xFFFFFFFF) >> position & 1 for position in range(32)]
 
 
@@ -29,7 +29,7 @@ def number(bits: list[int]) -> int:
 
 
 def words_by_hand(column: list[int], num_bits: int, count: int) -> list[int]:
-    """`32 // num_bits` codes a word, from the low end; what is left of a word is unused."""
+    """Packs `32 // num_bits` codes per word, from the low end; the other bits are unused."""
     share = 32 // num_bits
     codes = [
         number(bits_of(word)[i * num_bits : (i + 1) * num_bits]) for word in column for i in range(share)
@@ -38,8 +38,9 @@ def words_by_hand(column: list[int], num_bits: int, count: int) -> list[int]:
 
 
 def planes_by_hand(column: list[int], num_bits: int, count: int) -> list[int]:
-    """32 codes take `num_bits` words: the words of the low plane, as one stream of its width, then those of
-    the next.
+    """Packs 32 codes into `num_bits` words, plane by plane.
+
+    The words of the low plane are first, as one stream of its width. Those of the next plane follow.
     """
     codes = []
     for block in range(0, len(column), num_bits):

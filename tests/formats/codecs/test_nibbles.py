@@ -1,4 +1,4 @@
-"""Codes of four bits as what they stand for: every byte, in either order, wherever panels and rows end."""
+"""Tests of the lookup of 4-bit codes in every byte, with either order and many shapes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def one_by_one(packed: torch.Tensor, high_first: bool) -> torch.Tensor:
 @pytest.mark.parametrize("columns", [32, 31, 25, 1])
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_every_byte_in_rows_that_end_anywhere(high_first, columns, skipped):
-    """And in panels that begin between two places of 64 bits."""
+    """Also tests panels that start between two 64-bit elements."""
     packed = BYTES[torch.randperm(256, generator=torch.Generator().manual_seed(6))].view(16, 16)
     panel = torch.empty(skipped + 16 * columns)[skipped:].view(16, columns)
     look_up_nibbles(panel, packed, VALUES, high_first=high_first)

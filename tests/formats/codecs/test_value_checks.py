@@ -1,4 +1,4 @@
-"""Scales that are not finite and indices out of range are named, with their place."""
+"""Tests of errors that name scales that are not finite, and indices out of range."""
 
 import pytest
 import torch

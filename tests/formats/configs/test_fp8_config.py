@@ -1,4 +1,4 @@
-"""What the configs of the FP8 writers may and may not say about one layer."""
+"""Tests of the options in configs of FP8 writers for one layer."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_a_nonsensical_block_size_is_refused(detect, size):
 
 
 def test_a_block_of_older_compressed_tensors_is_a_string(detect):
-    """compressed-tensors 0.9 took no lists, "must be of the format 2x4, 8x16, etc."; 0.15 reads both."""
+    """compressed-tensors 0.9 requires a string such as 2x4 or 8x16; 0.15 also reads lists."""
     found = detect(
         compressed((["Linear"], BLOCK | {"block_structure": "96x64"})), weight_scale=("F32", (2, 4))
     )

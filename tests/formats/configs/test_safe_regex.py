@@ -1,4 +1,4 @@
-"""The regular expressions of a config match as `re.match` does, and none of them takes long."""
+"""Tests of safe regular expressions: they match like `re.match`, and none runs for long."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Where the quantization config of a checkpoint is looked for, and which place wins."""
+"""Tests of the files that a quantization config is read from, and of their precedence."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ OWN = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.fixture
 def source(tmp_path):
-    """source({file: content}) → the config that is found in a checkpoint with these JSON files."""
+    """source({file: content}) → the config found in a checkpoint with these JSON files."""
 
     def source(files):
         write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (), struct.pack("<f", 1.0))})

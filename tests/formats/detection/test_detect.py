@@ -1,4 +1,4 @@
-"""The format of each module by the tensors beside it, and what is said of a checkpoint that holds none."""
+"""Tests of the detection of formats from tensors, and of errors for unquantized checkpoints."""
 
 import pytest
 
@@ -26,7 +26,7 @@ BNB_STATE = {
 
 @pytest.fixture
 def modules(describe):
-    """modules(name=layer, …) → as `tensors_by_module` groups them; `__` in a name stands for a dot."""
+    """modules(name=layer, …) → the groups of `tensors_by_module`; `__` in a name means a dot."""
 
     def modules(**layers):
         stored = {}
@@ -73,7 +73,9 @@ def test_a_config_of_another_method_does_not_overrule_the_tensors(modules):
 def test_a_dense_checkpoint_is_told_that_it_is_not_quantized(modules):
     error = refusal(modules(lm_head=DENSE, norm=NORM), {})
     assert error.message == "The checkpoint is not quantized."
-    assert error.expected == f"tensors packed as {' or '.join(name for name in FORMATS if name != 'dense')}"
+    assert (
+        error.expected == f"tensors quantized as {' or '.join(name for name in FORMATS if name != 'dense')}"
+    )
     assert error.found == "3 tensors of BF16, F16, named bias, weight; no quantization_config"
     assert "with HfqConfig as it is" in error.fix
 
@@ -104,7 +106,7 @@ def test_tensors_below_weight_belong_to_the_module_above_it(modules, config):
 def test_the_tensors_of_an_unknown_dialect_are_named(modules, config):
     error = refusal(modules(a__q={"codes": ("U8", (64, 128)), "rows": ("I32", (64,))}, a__norm=NORM), config)
     assert error.message.startswith(
-        f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module"
+        f"The checkpoint (quant_method={config.get('quant_method')!r}) contains no module"
     )
     assert error.found == "3 tensors of F16, I32, U8, named codes, rows, weight"
     assert "the library that wrote it" in error.fix

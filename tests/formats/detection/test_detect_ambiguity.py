@@ -1,4 +1,4 @@
-"""What the tensors leave open, and the config does not say, is refused: never the first reading that fits."""
+"""Tests of ambiguous tensors without a hint in the config, which raise an error."""
 
 import json
 
@@ -31,7 +31,7 @@ def settle(weight_format, tensors, config, size=(OUT, IN)):
 def test_mxfp4_and_mxint4_look_the_same(weight):
     tensors = Mxfp4().quantize(weight)
     for config in ({}, {"quant_method": "auto-round"}, {"data_type": "MX_INT"}, {"data_type": ["mx_int"]}):
-        with pytest.raises(FormatError, match="MXFP4 or MXINT4"):
+        with pytest.raises(FormatError, match="MXFP4 and MXINT4 have the same tensors"):
             settle(Mxfp4(), tensors, config)
     extra = {
         "quant_method": "auto-round",
@@ -127,8 +127,9 @@ def test_other_blocksizes_of_bitsandbytes_are_told_by_their_scales(weight):
 
 
 def test_one_scale_a_row_contradicts_a_config_of_groups(weight):
-    """A config that says groups and a file that has none: the scales of a row would silently stand for all of
-    its groups.
+    """Tests a config with groups and a file without them.
+
+    Without an error, the scale of a row would apply to all of its groups.
     """
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
     config = {

@@ -1,5 +1,6 @@
-"""Any damage to a config or to the headers of a file is judged by `HfqError` alone, in every dialect of the
-contract.
+"""Tests of damaged configs and headers in every format of the contract.
+
+Any damage raises an `HfqError` or leads to a weight of the right shape.
 """
 
 import copy
@@ -141,7 +142,7 @@ shapes = st.lists(st.sampled_from((0, 1, 2, 4, 8, 16, 32, 64, 128, 63, 65, 2**40
 
 
 def module_of(case) -> tuple[dict[str, torch.Tensor], dict]:
-    """(the tensors of one module, its config and metadata)."""
+    """Returns the tensors of one module, its config, and its metadata."""
     return _module_of(case.id)
 
 
@@ -182,7 +183,7 @@ def content(info: TensorInfo, original: torch.Tensor | None) -> torch.Tensor:
 
 
 def judge(case, infos: dict[str, TensorInfo], config: dict) -> None:
-    """Takes a module as far as its damage lets it come: to an HfqError, or to a weight of the right shape."""
+    """Loads a damaged module until it raises an HfqError or returns a weight of the right shape."""
     tensors = module_of(case)[0]
     try:
         modules = tensors_by_module({info.name: info for info in infos.values()})
@@ -236,7 +237,7 @@ def damaged_config(data, config: dict) -> dict:
 
 
 def replaced(data, config):
-    """The config with one value replaced at any depth, or one key added."""
+    """Returns the config with one value replaced at any depth, or one key added."""
     path = data.draw(st.sampled_from(list(paths(config))), label="path")
     owner = config
     for step in path[:-1]:

@@ -1,5 +1,6 @@
-"""Dialects of other packages: found by their entry point, imported only when their method is met, and refused
-if broken.
+"""Tests of formats of other packages, which are found by their entry points.
+
+Such a package is imported only for its own method. A broken package raises an error.
 """
 
 import sys
@@ -20,7 +21,7 @@ SOURCE = programs.path("halves_of_tests").read_text()
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """install(source, entry) puts a package with one entry point on the path, as pip would."""
+    """install(source, entry) adds a package with one entry point to the path, like pip."""
     formats = dict(FORMATS)
 
     def install(source: str = SOURCE, entry: str = f"{METHOD} = halves_of_tests") -> None:

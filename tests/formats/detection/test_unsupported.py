@@ -1,6 +1,4 @@
-"""Each dialect that hfq knows by sight and does not read is refused by its name, before anything is
-loaded.
-"""
+"""Tests of unsupported formats, which raise an error that names the format before loading."""
 
 import pytest
 import torch
@@ -68,7 +66,7 @@ IDS = [f"{variant}, {', '.join(tensors)}" for variant, _, tensors in SEEN]
 
 
 def write(folder, config, tensors):
-    """A model of dense weights, but for one layer."""
+    """Writes a model of unquantized weights with one quantized layer."""
     dense = {
         name: tensor
         for name, tensor in tiny_models.onloaded_tensors(DenseWeight()).items()
@@ -79,7 +77,7 @@ def write(folder, config, tensors):
 
 
 class DenseWeight:
-    """Stands for a format where `tiny_models` asks for one: it packs nothing."""
+    """A format for `tiny_models` that quantizes nothing."""
 
     def quantize(self, weight):
         return {"weight": weight.bfloat16()}

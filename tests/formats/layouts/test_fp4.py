@@ -1,4 +1,4 @@
-"""FP4 against the value of each code by sign, exponent and mantissa, one weight at a time."""
+"""Tests of FP4 against codes decoded by sign, exponent, and mantissa, one weight at a time."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
 def e2m1(code: int) -> np.float32:
-    """OCP MX 1.0: one sign bit, two exponent bits with a bias of 1, one mantissa bit; an exponent of 0 is
-    subnormal.
+    """Decodes OCP MX 1.0 E2M1: one sign bit, two exponent bits (bias 1), and one mantissa bit.
+
+    An exponent of 0 is subnormal.
     """
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
@@ -27,7 +28,7 @@ def e2m1(code: int) -> np.float32:
 
 
 def quarters(code: int) -> np.float32:
-    """auto-round's mx_int: sign and magnitude, in quarters."""
+    """Decodes auto-round's mx_int: sign and magnitude, in quarters."""
     return np.float32((-1 if code & 8 else 1) * (code & 7) / 4)
 
 
@@ -36,14 +37,14 @@ def e8m0(byte: int) -> np.float32:
 
 
 def e4m3(byte: int) -> np.float32:
-    """OCP FP8 e4m3fn: bias 7."""
+    """Decodes OCP FP8 e4m3fn, with a bias of 7."""
     exponent, mantissa = byte >> 3 & 15, byte & 7
     magnitude = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return np.float32(-magnitude if byte & 128 else magnitude)
 
 
 def by_hand(packed: torch.Tensor, multiplier, group_size: int, value=e2m1) -> torch.Tensor:
-    """W[n, k] = value * multiplier(n, group); the even channel in the low nibble."""
+    """Computes W[n, k] = value * multiplier(n, group); the even channel is in the low nibble."""
     rows = []
     for n, row in enumerate(packed.flatten(1).tolist()):
         codes = [nibble for byte in row for nibble in (byte & 15, byte >> 4)]
@@ -72,8 +73,8 @@ def check(weight_format, tensors, expected) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=str)
 def test_mxfp4_is_that_of_the_bits(size, dtype):
-    # 0 is 2**-127, which float32 holds as a subnormal; 6 * 2**125 is the largest power that no code takes out
-    # of range
+    # 0 is 2**-127, which float32 stores as a subnormal; 6 * 2**125 is the largest power for which
+    # no code exceeds the range
     scale = any_bytes(size[0], size[1] // 32, top=250)
     scale.view(-1)[0] = 0
     tensors = {"weight_packed": any_bytes(size[0], size[1] // 2), "weight_scale": scale.view(dtype)}
@@ -143,7 +144,7 @@ def test_groups_of_32_are_read_by_the_shape_of_the_scales():
 
 
 def ue5m3(byte: int) -> np.float32:
-    """No sign, five bits of exponent with a bias of 15, three of mantissa."""
+    """Decodes UE5M3: no sign, five exponent bits with a bias of 15, and three mantissa bits."""
     exponent, mantissa = byte >> 3, byte & 7
     return np.float32(
         mantissa / 8 * 2.0**-14 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 15)

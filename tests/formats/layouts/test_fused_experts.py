@@ -1,4 +1,4 @@
-"""Fused tensors of packed experts, split into slices of the file by headers alone."""
+"""Tests of fused tensors of quantized experts, which are split by headers alone."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def modelopt(experts: int = 3) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def written(tmp_path):
     def written(tensors):
-        """(headers as stored, reader) of a file that holds these tensors of the layer."""
+        """Returns (headers as stored, reader) of a file with these tensors of the layer."""
         stored = {
             f"{LAYER}.{name}": (
                 safetensors_dtype(t.dtype),

@@ -1,6 +1,4 @@
-"""Packed layers with their output rows in another order: every weight stays the same bit for bit, or the
-dialect is refused.
-"""
+"""Tests of reordered output rows: weights stay bit-identical, or the format is unsupported."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""Slices of packed layers for tensor parallelism: put together they are the layer, bit for bit, or the cut is
-refused.
+"""Tests of slices for tensor parallelism: together they equal the layer bit for bit.
+
+Other cuts raise an error.
 """
 
 import pytest
@@ -40,7 +41,7 @@ UNALIGNED = {
         ("pack-quantized-w3-words", "in"),
     },
 }
-"""Which cuts the layouts cannot take, {ranks: {(case, axis)}}."""
+"""Cuts that the layouts do not allow: {ranks: {(case, axis)}}."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def weight():
 
 
 def dequantized(found, tensors, axis: str, world: int) -> list[torch.Tensor]:
-    """The weight of each rank's slice, from its own tensors alone."""
+    """Returns the weight of each rank's slice, from its own tensors alone."""
     index, slices = {name: tensor for name, tensor in tensors.items() if name.endswith("g_idx")}, []
     for rank in range(world):
         part = rank_slice(axis, OUT if axis == "out" else IN, rank, world)
