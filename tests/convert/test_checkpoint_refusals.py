@@ -36,8 +36,8 @@ def write(folder, name, **changed):
 
 
 REFUSED = [
-    ("gptq-v1-w4-sym", "fp8", "hold", "a dialect that holds the numbers of fp8"),
-    ("fp8-block", "gptq", "hold", "a dialect that holds the numbers of gptq"),
+    ("gptq-v1-w4-sym", "fp8", "hold", "a format with the same numbers as fp8"),
+    ("fp8-block", "gptq", "hold", "a format with the same numbers as gptq"),
     ("bitsandbytes-int8", "gptq", "hold", "bitsandbytes-int8"),
     ("awq-gemm", "gptq", "hold", "awq"),
     ("gptq-planar-w5", "gptq", "q_proj", "2, 3, 4 or 8 bits"),
@@ -63,7 +63,7 @@ def test_what_the_target_cannot_hold_is_refused_by_name(tmp_path, name, to, _, w
 
 def test_a_zero_point_of_0_is_refused_for_v1_alone(tmp_path):
     path = write(tmp_path / "source", "gptq-v2-w4-asym", qzeros=lambda zeros: zeros & ~0xF)
-    with refused("a zero point of 0", "Fix: convert to", kind=FormatError, tensor=f"{FIRST}.qzeros"):
+    with refused("a zero point of 0", "Fix: Convert to", kind=FormatError, tensor=f"{FIRST}.qzeros"):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq")
     assert_nothing_left(tmp_path)
     convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "pack-quantized")
@@ -97,7 +97,9 @@ def test_experts_that_gptqmodel_cut_across_gate_and_up_are_refused(tmp_path):
     scheme = next(scheme for scheme in moe_models.SCHEMES if "halves" in scheme.id)
     path = moe_models.write(scheme, lambda name: False).save(tmp_path / "source")
     with refused(
-        "in halves, across gate and up channels. Nothing was written", "takes in turns", kind=FormatError
+        "into halves that mix gate and up channels. Nothing was written",
+        "interleaved channels",
+        kind=FormatError,
     ):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "pack-quantized")
     assert_nothing_left(tmp_path)
@@ -125,7 +127,7 @@ def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
         experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)
     }
     path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
-    with refused("nothing tells what this is", kind=FormatError, tensor=experts):
+    with refused("the codes of a quantized layer", kind=FormatError, tensor=experts):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
 
 
@@ -217,7 +219,7 @@ def test_what_does_not_read_back_is_never_given_the_name(tmp_path, monkeypatch, 
         expected,
         match={
             "other values": "does not read back",
-            "other codes": "not the source's",
+            "other codes": "differs from the source's",
             "other size": "another size",
         }.get(fault),
     ):

@@ -78,7 +78,7 @@ def test_without_a_method_nothing_is_done(tmp_path):
 
 
 def test_a_quantized_source_is_refused(tmp_path):
-    refused(FormatError, "quantized already", tmp_path / "out", tiny_models.DATA / "tiny-llama-gptq", RTN)
+    refused(FormatError, "already quantized", tmp_path / "out", tiny_models.DATA / "tiny-llama-gptq", RTN)
     shutil.copytree(tiny_models.DATA / "tiny-llama-fp8", tmp_path / "nameless")
     config = json.loads((tmp_path / "nameless" / "config.json").read_text())
     config.pop("quantization_config")

@@ -77,7 +77,7 @@ def test_a_dense_checkpoint_is_told_that_it_is_not_quantized(modules):
         error.expected == f"tensors quantized as {' or '.join(name for name in FORMATS if name != 'dense')}"
     )
     assert error.found == "3 tensors of BF16, F16, named bias, weight; no quantization_config"
-    assert "with HfqConfig as it is" in error.fix
+    assert "with HfqConfig()" in error.fix
 
 
 def test_a_dense_checkpoint_with_other_layers_is_told_that_it_is_not_quantized(modules):
