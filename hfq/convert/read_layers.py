@@ -57,6 +57,7 @@ def _refuse_halves(checkpoint: Checkpoint, modules: Mapping[str, object]) -> Non
 
 def check_equal(first: SourceLayer, second: SourceLayer) -> None:
     """Checks that two layers are bit-identical and quantize activations in the same way.
+
     Raises:
         CheckpointError: The layers differ.
     """

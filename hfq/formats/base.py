@@ -230,6 +230,7 @@ class Format(ABC):
         """Checks the values of all tensors except the codes.
 
         Returns the format with the parameters that depend on these values.
+
         Raises:
             FormatError: A scale is not finite, or an index is out of range.
         """
@@ -247,6 +248,7 @@ def bounded_int(
     """Returns `config[key]` as an int for which `allowed` holds.
 
     Returns `default` if the value is None or absent.
+
     Raises:
         FormatError: The value has another type or is out of range.
     """

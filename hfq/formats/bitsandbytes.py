@@ -1,6 +1,7 @@
 """bitsandbytes: LLM.int8(), and 4-bit blocks (nf4, fp4).
 
 Scales of 4-bit blocks are floats, or double-quantized. LLM.int8() has one scale per row.
+
 int8:
     weight I8 [out, in], SCB F32 [out] (the amax of a row), weight_format U8 [] = 0
     W[n, k] = weight[n, k] * SCB[n] / 127

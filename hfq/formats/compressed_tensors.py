@@ -1,6 +1,7 @@
 """Integer formats of compressed-tensors.
 
 Its FP8 is in fp8.py, and its FP4 in nvfp4.py and mxfp4.py.
+
 pack-quantized, 1 to 8 bits:
 
     weight_packed      I32 [out, in * bits / 32]    code + 2**(bits - 1), a bit stream along the input

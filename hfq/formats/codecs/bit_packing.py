@@ -30,6 +30,7 @@ def unpack_stream(words: torch.Tensor, num_bits: int, count: int) -> torch.Tenso
     """Unpacks a bit stream along dim 0.
 
     Code `i` is bits `[i * num_bits, (i + 1) * num_bits)` of the bit stream.
+
     Args:
         words: int32 [W, n].
         num_bits: 1 to 8.

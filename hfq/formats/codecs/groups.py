@@ -15,6 +15,7 @@ def rows_of(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Returns the scales of output rows [start, stop).
 
     The result is float32 [rows, groups], or [1, 1] if all rows share one scale.
+
     Args:
         values: [] or [1] for one scale per tensor, [out] or [out, 1] per channel, [out, groups] per group.
         start: The first row.

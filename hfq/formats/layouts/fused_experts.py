@@ -34,6 +34,7 @@ __all__ = ["TRANSPOSED", "split_experts"]
 
 TRANSPOSED = "transposed"
 """The local name of a ModelOpt expert's codes, which are stored with inputs before outputs.
+
 The stored tensor has only the name of the layer.
 """
 

@@ -1,6 +1,7 @@
 """Float codes of MLX, in its modes mxfp4, nvfp4, and mxfp8.
 
 The bytes are those of the formats with these names.
+
     <m>.weight U32 [out, in * bits / 32]
         the codes of a row in sequence, from the lowest bit of its first word on
     <m>.scales U8 [out, in / g]
