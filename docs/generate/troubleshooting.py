@@ -18,10 +18,10 @@ _HEAD = """# Troubleshooting
 Made by `make docs` from the sources; a test compares the two. Every error that hfq raises on purpose is an `HfqError` of one form:
 
 ```
-PlacementError: device_map has a key that matches nothing in the model. Nothing was loaded.
+PlacementError: device_map contains keys that match no module. Nothing was loaded.
   expected: names of modules
   - 'model.layer.1'. Did you mean 'model.layers.1'?
-Fix: correct these keys
+Fix: Use full module names.
 ```
 
 Search this page for the first line. What differs from case to case stands in braces here, and an error also names its file, tensor and

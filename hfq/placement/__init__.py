@@ -1,1 +1,1 @@
-"""Where every tensor rests: device maps resolved by whole names, and the plan that says it in bytes."""
+"""Device maps, and the placement that they give every tensor, in bytes."""

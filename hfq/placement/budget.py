@@ -1,5 +1,6 @@
-"""Homes under byte budgets: what stays where it computes, what is streamed to it, and the ring that this
-needs. Pure data.
+"""Placements under memory limits: devices, offload buffers, and onloaded bytes.
+
+Pure data: no function here reads weights.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from hfq.errors import PlacementError
 __all__ = ["READ_AHEAD_NBYTES", "Budget", "Unit", "plan_devices", "buffer_nbytes"]
 
 READ_AHEAD_NBYTES = 192 << 20
-"""What streaming reads ahead beyond the next block, where there is room for it."""
+"""Bytes that may be prefetched beyond the next unit, where memory allows."""
 
 Kind = Literal["block", "embedding", "experts", "other", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of a model that has one home.
+    """Weights that are placed together on one device.
 
     Attributes:
-        name: Its key in a device map.
-        nbytes: Its bytes in memory.
-        kind: How it reaches its device from another home. A `block` is streamed whole, without its experts,
-            and so are the leaves outside of blocks (`other`, as a head or a norm); `experts` are fetched when
-            they are routed to; of an `embedding` a few rows are read; what is `fixed` cannot leave the device
-            that computes.
-        buffer_nbytes: Its bytes while it is streamed, where they differ: whole pages, in the dtype it is
-            stored in.
+        name: Key of the unit in a device map.
+        nbytes: Bytes in memory.
+        kind: How the unit is onloaded. A `block` (a decoder layer without its experts) and `other` (a module
+            outside decoder layers, such as a head or a norm) are onloaded whole. `experts` are onloaded when
+            a token is routed to them. Of an `embedding`, only the rows of the tokens are read. A `fixed` unit
+            cannot leave the execution device.
+        buffer_nbytes: Bytes in the offload buffer, in whole pages and in the stored dtype; None if equal to
+            `nbytes`.
     """
 
     name: str
@@ -43,29 +44,28 @@ class Unit:
 
     @property
     def unit_onloaded_nbytes(self) -> int:
-        """What it takes in the ring, and what each forward moves."""
+        """Bytes in the offload buffer, which one forward pass copies."""
         return self.nbytes if self.buffer_nbytes is None else self.buffer_nbytes
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it is brought whole to its device for each forward, when it rests elsewhere."""
+        """True if the unit is onloaded whole for each forward pass when it is offloaded."""
         return self.kind in ("block", "other")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A home for every unit, and what that takes.
+    """A device for every unit, and the memory that this requires.
 
     Attributes:
-        devices: The home of each unit.
-        main: The device that computes.
-        capacities: The bytes that each home may hold; a home that is not there has no limit.
-        stored_nbytes: The bytes that rest in each home.
-        buffers: The bytes of the ring on each device that has one.
-        expert_cache_nbytes: The bytes kept free on the main device for routed experts.
-        onloaded_nbytes: The bytes that one forward streams to the main device.
-        on_demand_nbytes: The bytes of the experts that rest elsewhere: the most that one forward fetches of
-            them.
+        devices: Device of each unit.
+        main: Execution device.
+        capacities: Bytes that each device may hold; a device without an entry has no limit.
+        stored_nbytes: Bytes of weights stored on each device.
+        buffers: Bytes of the offload buffer on each device that has one.
+        expert_cache_nbytes: Bytes reserved on the execution device for routed experts.
+        onloaded_nbytes: Bytes that one forward pass onloads.
+        on_demand_nbytes: Bytes of all offloaded experts, the most that one forward pass onloads of them.
     """
 
     devices: Mapping[str, str]
@@ -78,16 +78,16 @@ class Budget:
     on_demand_nbytes: int
 
     def taken(self, device: str) -> int:
-        """The bytes that a home holds, its ring and its cache of experts included."""
+        """Returns the bytes that a device holds, including its offload buffer and its expert cache."""
         cache = self.expert_cache_nbytes if device == self.main else 0
         return self.stored_nbytes.get(device, 0) + self.buffers.get(device, 0) + cache
 
     def headroom(self) -> dict[str, int]:
-        """The bytes that are left in each home that has a limit."""
+        """Returns the unused bytes of each device that has a limit."""
         return {device: capacity - self.taken(device) for device, capacity in self.capacities.items()}
 
     def read_ahead_nbytes(self) -> int:
-        """What may be read ahead beyond the rings that are counted: nothing that a limit forbids."""
+        """Returns the bytes that may be prefetched beyond the planned buffers, within all limits."""
         left = self.headroom()
         return max(0, min((READ_AHEAD_NBYTES, *(left[device] for device in self.buffers if device in left))))
 
@@ -95,40 +95,39 @@ class Budget:
         left = self.headroom()
         parts = []
         for device in dict.fromkeys((self.main, *self.stored_nbytes, *self.buffers)):
-            buffer = f" and a ring of {self.buffers[device]:,} B" if device in self.buffers else ""
+            buffer = f" and an offload buffer of {self.buffers[device]:,} B" if device in self.buffers else ""
             room = f", {left[device]:,} B left" if device in left else ""
-            parts.append(f"{device}: {self.stored_nbytes.get(device, 0):,} B resting{buffer}{room}")
+            parts.append(f"{device}: {self.stored_nbytes.get(device, 0):,} B of weights{buffer}{room}")
         parts.append(
-            f"{self.onloaded_nbytes:,} B streamed a forward"
+            f"{self.onloaded_nbytes:,} B onloaded per forward pass"
             if self.onloaded_nbytes
-            else "nothing is streamed"
+            else "nothing onloaded per forward pass"
         )
         if self.on_demand_nbytes:
             cache = f", cache of {self.expert_cache_nbytes:,} B" if self.expert_cache_nbytes else ""
-            parts.append(f"up to {self.on_demand_nbytes:,} B of experts when they are routed to{cache}")
+            parts.append(f"up to {self.on_demand_nbytes:,} B of routed experts{cache}")
         return "; ".join(parts)
 
 
 def plan_devices(
     units: Sequence[Unit], capacities: Mapping[str, int], main: str, expert_cache_nbytes: int = 0
 ) -> Budget:
-    """Gives every unit a home, so that no home holds more than it may and one forward streams as little as
-    possible.
+    """Assigns a device to every unit, so that one forward pass onloads as little as possible.
 
-    What fits on the main device stays there: leaves outside of blocks, smallest first, then blocks in the
-    order of the model, then experts, then embeddings. The rest goes to the CPU in the same order, and then to
-    disk. More memory never moves more bytes.
+    No device holds more than its limit. The execution device is filled first: modules outside decoder layers
+    (smallest first), then decoder layers in model order, then experts, then embeddings. The rest goes to the
+    CPU in the same order, and then to disk. More memory never increases the bytes onloaded.
 
     Args:
-        units: The parts of the model, in the order in which they compute.
-        capacities: The bytes that each home may hold. A missing `"disk"` has no limit, what else is missing
+        units: Units of the model, in the order in which they compute.
+        capacities: Bytes that each device may hold. A missing `"disk"` has no limit; any other missing device
             holds nothing.
-        main: The device that computes: `"cpu"`, or the accelerator.
-        expert_cache_nbytes: What the cache of routed experts takes on the main device, where experts rest
-            elsewhere.
+        main: Execution device: `"cpu"`, or the accelerator.
+        expert_cache_nbytes: Bytes of the cache for routed experts on the execution device, used if experts
+            are offloaded.
 
     Raises:
-        PlacementError: Not even the smallest choice fits; `fix` names limits that do.
+        PlacementError: Not even the smallest placement fits; `fix` names limits that do.
     """
     planned = _plan(units, capacities, main, expert_cache_nbytes)
     if isinstance(planned, Budget):
@@ -139,18 +138,23 @@ def plan_devices(
     helping = [way for way in ways if isinstance(_plan(units, way, main, expert_cache_nbytes), Budget)]
     distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
     raise PlacementError(
-        f"max_memory is too small on {planned.device} for this model, even if all is streamed that can be. "
+        f"max_memory is too small on {planned.device} for this model, even with full offloading. "
         f"Nothing was loaded.",
         expected=f"at least {planned.needed:,} B on {planned.device} ({planned.what})",
         found=f"{capacities.get(planned.device, 0):,} B",
-        fix=f"pass {', or '.join(distinct)}, if the machine has that much",
+        fix=f"Pass {', or '.join(distinct)}, if the machine has that much memory.",
     )
 
 
 @dataclass(frozen=True)
 class _Shortage:
-    """Why a plan fails: the least that a home would have to hold, of what, and a change of capacities that
-    may help.
+    """Reason why a plan fails.
+
+    Attributes:
+        device: Device that is too small.
+        needed: Least bytes that it would have to hold.
+        what: Contents that need these bytes.
+        way: Change of capacities that may help.
     """
 
     device: str
@@ -167,18 +171,22 @@ def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache
         leaving = _leaving(units, limit - reserved, _buffer)
         if isinstance(leaving, int):
             needed = min(leaving + reserved, total)
-            return _Shortage(main, needed, "what stays there, and the ring", {main: needed})
+            return _Shortage(
+                main, needed, "weights that cannot be offloaded, and the offload buffer", {main: needed}
+            )
         offloaded = leaving
     stored, buffer = offloaded, _buffer(offloaded)
     if main != "cpu" and "cpu" in capacities:
         leaving = _leaving(offloaded, capacities["cpu"], lambda streamed: buffer if streamed else 0)
         if isinstance(leaving, int):
-            return _Shortage("cpu", leaving, "the ring between disk and accelerator", {"cpu": leaving})
+            return _Shortage(
+                "cpu", leaving, "the offload buffer between disk and accelerator", {"cpu": leaving}
+            )
         stored = leaving
     on_disk = sum(unit.nbytes for unit in stored)
     if on_disk > capacities.get("disk", math.inf):
         stored_on_host = {"cpu": sum(unit.nbytes for unit in offloaded)} if main != "cpu" else {main: total}
-        return _Shortage("disk", on_disk, "what fits nowhere else", stored_on_host)
+        return _Shortage("disk", on_disk, "weights that fit on no other device", stored_on_host)
     buffers = {main: buffer} if buffer else {}
     if main != "cpu" and any(unit.is_offloaded for unit in stored):
         buffers["cpu"] = buffer
@@ -188,11 +196,10 @@ def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache
 def _leaving(
     units: Sequence[Unit], capacity: int, buffer_of: Callable[[Sequence[Unit]], int]
 ) -> list[Unit] | int:
-    """The units that do not fit beside the ring that they need, in the order given; or the least capacity
-    that would do.
+    """Returns the units that do not fit next to their offload buffer, or the least capacity.
 
-    What stays is the longest start of the order of preference that fits. Fixing the order, and not filling
-    gaps with smaller blocks, is what makes more capacity never move more bytes.
+    The units that stay are the longest prefix of the order of preference that fits. A fixed order, without
+    filling gaps with smaller units, ensures that more capacity never onloads more bytes.
     """
     fixed = sum(unit.nbytes for unit in units if unit.kind == "fixed")
 
@@ -227,8 +234,9 @@ def _leaving(
 
 
 def _start_of_idle(units: Sequence[Unit]) -> int:
-    """Where the last units begin of which nothing is moved: to keep them spares nothing, and takes room from
-    what would be moved.
+    """Returns the start of the trailing units of which nothing is onloaded.
+
+    Keeping these saves no copies, and takes memory from units that are onloaded.
     """
     start = len(units)
     while start and not units[start - 1].unit_onloaded_nbytes:
@@ -237,16 +245,15 @@ def _start_of_idle(units: Sequence[Unit]) -> int:
 
 
 def buffer_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
-    """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two
-    neighbours, and read-ahead.
+    """Returns the bytes that hold any two consecutive units of a cyclic order, plus read-ahead.
 
-    Between two blocks there is nothing to read; where blocks are small, that time counts, and reading more
-    than one of them ahead fills it. Read-ahead never makes the ring hold more than half of a pass: what stays
-    is for a placement to say.
+    No read can start between two units. Where units are small, that time counts, and reading more than one
+    unit ahead fills it. Read-ahead never lets the buffer hold more than half of a pass: only the placement
+    decides which units stay in memory.
 
     Args:
-        sizes: The blocks in their order.
-        read_ahead_nbytes: How much more may be read ahead.
+        sizes: Bytes of the units in their order.
+        read_ahead_nbytes: Bytes that may be prefetched in addition.
     """
     if len(sizes) < 3:
         return sum(sizes)
@@ -255,7 +262,7 @@ def buffer_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
 
 
 def _buffer(units: Sequence[Unit]) -> int:
-    """The ring of these units, over the end of a forward into the next one."""
+    """Returns the bytes of the offload buffer of these units, across consecutive forward passes."""
     return buffer_nbytes([unit.unit_onloaded_nbytes for unit in units if unit.is_offloaded])
 
 
@@ -282,7 +289,7 @@ def _account(
 
 
 def _as_max_memory(capacities: Mapping[str, int]) -> str:
-    """As it is written in a call: {0: 123, "cpu": 456}."""
+    """Returns the limits as written in a call: `{0: 123, "cpu": 456}`."""
     limits = (
         f"{device.partition(':')[2] or json.dumps(device)}: {limit}" for device, limit in capacities.items()
     )

@@ -1,5 +1,6 @@
-"""Device maps by whole dotted names: `model.layers.1` takes `model.layers.1` and what is below it, never
-`model.layers.10`.
+"""Device maps with whole dotted names.
+
+The key `model.layers.1` covers `model.layers.1` and its submodules, never `model.layers.10`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-"""The device maps that transformers infers."""
+"""Device maps that transformers infers."""
 
 
 def resolve_devices(
@@ -31,16 +32,17 @@ def resolve_devices(
     modules: Iterable[str],
     check: Callable[[Any, str], str] | None = None,
 ) -> dict[str, str]:
-    """The home of each tensor: the value of the longest key that is the tensor's name or a dotted ancestor of
-    it.
+    """Returns the device of each tensor.
+
+    The longest key that is the tensor's name or a dotted ancestor of it decides.
 
     Args:
-        device_map: As given to `from_pretrained`, already inferred if it was automatic; None puts everything
-            on the CPU.
-        names: The model's tensors by their names in the model.
-        modules: The model's modules.
-        check: Gives the canonical text of a value, by its key; None for `check_device`, which knows the
-            devices of this machine.
+        device_map: As given to `from_pretrained`, already inferred if it was automatic; None places
+            everything on the CPU.
+        names: Names of the model's tensors.
+        modules: Names of the model's modules.
+        check: Returns the canonical text of a value, given the value and its key; None for `check_device`,
+            which checks the devices of this machine.
 
     Returns:
         name → `"cpu"`, `"disk"`, or a device such as `"cuda:0"`.
@@ -57,28 +59,28 @@ def resolve_devices(
     unknown = [str(key) for key in devices if key not in known]
     if unknown:
         raise PlacementError(
-            "device_map has a key that matches nothing in the model. Nothing was loaded.",
+            "device_map contains keys that match no module. Nothing was loaded.",
             expected="names of modules",
             problems=[f"{key!r}.{nearest(key, known)}" for key in unknown],
-            fix="correct these keys",
+            fix="Use full module names.",
         )
     resolved = {name: _device(name, devices) for name in names}
     uncovered = [name for name, device in resolved.items() if device is None]
     if uncovered:
         raise PlacementError(
-            "device_map leaves a part of the model out. Nothing was loaded.",
-            expected="a home for every tensor",
+            "device_map does not cover all tensors of the model. Nothing was loaded.",
+            expected="a device for every tensor",
             problems=uncovered,
-            fix='add these modules, or a default: {"": "cpu", …}',
+            fix='Add these modules, or add a default: {"": "cpu"}.',
         )
     return {name: device for name, device in resolved.items() if device is not None}
 
 
 def check_device(value: Any, key: str = "") -> str:
-    """The canonical text of a device_map's value: `"disk"`, `"cpu"`, `"cuda:0"`, ….
+    """Returns the canonical text of a value of a device map, such as `"disk"` or `"cuda:0"`.
 
     Raises:
-        PlacementError: It is no device, or one that this machine does not have.
+        PlacementError: The value is no device, or a device that this machine does not have.
     """
     if value == "disk":
         return "disk"
@@ -90,19 +92,19 @@ def check_device(value: Any, key: str = "") -> str:
         device = None
     if device is None or device.type == "meta" or isinstance(value, bool):
         hint = nearest(value, choices) if isinstance(value, str) else ""
-        where = f" for {key!r}" if key else ""
+        where = f"[{key!r}]" if key else ""
         raise PlacementError(
-            f"device_map names no device{where}.{hint} Nothing was loaded.",
+            f"device_map{where} is not a device.{hint} Nothing was loaded.",
             found=repr(value),
             expected='"cpu", "disk", the number of a GPU, or a torch device',
-            fix="correct this value",
+            fix='Use "cpu", "disk", or a device such as "cuda:0".',
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise PlacementError(
             "device_map names a GPU that this machine does not have. Nothing was loaded.",
             found=repr(value),
             expected=f"one of {torch.cuda.device_count()} CUDA devices",
-            fix='use "cpu" or "disk", or check the driver',
+            fix='Use "cpu" or "disk", or check the driver.',
         )
     if device.type == "cpu":
         return "cpu"
@@ -112,10 +114,10 @@ def check_device(value: Any, key: str = "") -> str:
 
 
 def check_present(devices: Iterable[str]) -> None:
-    """Refuses homes on an accelerator that torch does not find.
+    """Raises an error for a device of an accelerator that torch does not find.
 
     Raises:
-        PlacementError: Names the first such home.
+        PlacementError: Names the first such device.
     """
     found = torch.accelerator.current_accelerator()
     for device in devices:
@@ -125,25 +127,25 @@ def check_present(devices: Iterable[str]) -> None:
                 "device_map names an accelerator that this machine does not have. Nothing was loaded.",
                 found=repr(device),
                 expected='"cpu", "disk", or an accelerator that torch finds',
-                fix='use "cpu" or "disk", or check the driver',
+                fix='Use "cpu" or "disk", or check the driver.',
             )
 
 
 def _accelerator() -> str:
-    """What a bare number means: the accelerator torch finds, or CUDA where there is none."""
+    """Returns the device type of a bare number: the accelerator torch finds, else CUDA."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None else "cuda"
 
 
 def execution_device(devices: Iterable[str]) -> str:
-    """Where offloaded modules compute: the first accelerator that is someone's home, else the CPU."""
+    """Returns the device where offloaded modules compute: the first accelerator, else the CPU."""
     return next((device for device in devices if device not in ("cpu", "disk")), "cpu")
 
 
 def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], main: str) -> dict[str, str]:
-    """The device each part computes on, such that transformers' own matching reads it as hfq does.
+    """Returns the execution device of each key, for the matching rules of transformers.
 
-    transformers matches the keys of a device map as unescaped regular expressions against the front of a name
+    transformers matches the keys of a device map as unescaped regular expressions against the start of a name
     (`expand_device_map`, transformers 5.17 to 5.23). Where that would misplace a tensor, its own name is
     added.
     """
@@ -178,5 +180,5 @@ def _matched_as_regex(name: str, device_map: Mapping[str, str]) -> str | None:
         if match:
             return device_map.get(
                 match.group()
-            )  # transformers looks up what was matched, which may be no key
+            )  # transformers looks up the matched text, which may be no key
     return device_map.get("", "cpu")

@@ -1,5 +1,6 @@
-"""What a placement implies, ready to use: the call of `from_pretrained`, a DeepSpeed config, an accelerate
-config. Pure data.
+"""Code and config files for a placement.
+
+Pure data: the `from_pretrained` call, the DeepSpeed config, and the accelerate config.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ __all__ = ["LIVE_ELEMENTS", "accelerate_yaml", "deepspeed_config", "loading_code
 
 _PREFETCHED, _LIVE = 50_000_000, 500_000_000
 LIVE_ELEMENTS = _PREFETCHED + _LIVE
-"""The most elements that ZeRO-3 gathers on a device with `deepspeed_config`: live ones, and those that are
-prefetched.
+"""Most elements, live and prefetched, that ZeRO-3 gathers on a device.
+
+They follow from `deepspeed_config`.
 """
 
 _AIO = {
@@ -29,13 +31,15 @@ _AIO = {
 def deepspeed_config(
     offload: str = "none", nvme_path: str | None = None, dtype: str = "bfloat16", batch: int = 1
 ) -> dict:
-    """A DeepSpeed config for inference under ZeRO-3; configs/deepspeed/README.md says why each value.
+    """Returns a DeepSpeed config for inference under ZeRO-3.
+
+    configs/deepspeed/README.md explains each value.
 
     Args:
-        offload: Where shards rest: `none`, `cpu` or `nvme`.
-        nvme_path: The folder that swap files would go to, for `nvme`.
-        dtype: The dtype that the model is loaded in.
-        batch: Sequences of one rank.
+        offload: Device of the shards: `none`, `cpu`, or `nvme`.
+        nvme_path: Folder for swap files, for `nvme`; None for `.nvme`.
+        dtype: Dtype that the model is loaded in.
+        batch: Sequences per rank.
     """
     zero: dict[str, Any] = {
         "stage": 3,
@@ -70,13 +74,13 @@ def deepspeed_config(
 def accelerate_yaml(
     ranks: int, deepspeed_file: str | None = None, nodes: int = 1, on_cpu: bool = False
 ) -> str:
-    """An accelerate config, for `accelerate launch --config_file`.
+    """Returns an accelerate config, for `accelerate launch --config_file`.
 
     Args:
-        ranks: All processes.
-        deepspeed_file: The DeepSpeed config, for ZeRO-3; None for one process and a device map.
-        nodes: Machines.
-        on_cpu: Whether accelerators are to be left alone.
+        ranks: Number of all processes.
+        deepspeed_file: DeepSpeed config, for ZeRO-3; None for one process and a device map.
+        nodes: Number of machines.
+        on_cpu: True to use no accelerator.
     """
     kind = "DEEPSPEED" if deepspeed_file else '"NO" # quoted: YAML reads a bare NO as false'
     lines = [
@@ -105,14 +109,15 @@ def loading_code(
     kv_dtype: str = "auto",
     revision: str | None = None,
 ) -> str:
-    """The call that loads the model as planned.
+    """Returns the Python code that loads the model as planned.
 
     Args:
-        path: The checkpoint.
-        dtype: The dtype that it computes in.
-        max_memory: The bytes of weights and ring that each home may hold; None for a load without a map.
-        kv_dtype: The dtype of the KV cache.
-        revision: The checkpoint's branch, tag or commit on the hub; None for a folder, or for the branch
+        path: Checkpoint.
+        dtype: Dtype that the model computes in.
+        max_memory: Bytes of weights and offload buffer that each device may hold; None for a load without a
+            device map.
+        kv_dtype: Dtype of the KV cache.
+        revision: Branch, tag, or commit of the checkpoint on the Hub; None for a folder, or for the branch
             `main`.
     """
     limits = ""

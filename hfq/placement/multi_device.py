@@ -1,5 +1,6 @@
-"""A model over several accelerators, none of it anywhere else: contiguous parts of its order, as evenly as
-limits allow. Pure data.
+"""Placement over several accelerators without offloading, in contiguous parts of the model.
+
+Parts are as even as limits allow. Pure data.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ __all__ = ["Spread", "assign_units"]
 
 @dataclass(frozen=True)
 class Spread:
-    """A device for every unit, and what that takes.
+    """A device for every unit, and the memory that this requires.
 
     Attributes:
-        devices: The device of each unit.
-        stored_nbytes: The bytes of weights on each device.
-        kv: The bytes of the KV cache on each device.
+        devices: Device of each unit.
+        stored_nbytes: Bytes of weights on each device.
+        kv: Bytes of the KV cache on each device.
     """
 
     devices: Mapping[str, str]
@@ -30,16 +31,18 @@ class Spread:
 
 
 def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, activations: int) -> Spread:
-    """Deals the units out in their order; the KV cache goes where its layers are, activations are everywhere.
+    """Assigns units to accelerators in model order.
+
+    The KV cache is placed with its layers; every device holds activations.
 
     Args:
-        units: The parts of the model, in the order in which they compute.
-        capacities: The bytes that each accelerator may hold, in the order in which they are filled.
-        kv: The bytes of the whole KV cache.
-        activations: The bytes of activations, on each device.
+        units: Units of the model, in the order in which they compute.
+        capacities: Bytes that each accelerator may hold, in the order in which they are filled.
+        kv: Bytes of the whole KV cache.
+        activations: Bytes of activations on each device.
 
     Raises:
-        PlacementError: The accelerators are too small together.
+        PlacementError: The accelerators together are too small.
     """
     blocks = sum(unit.kind == "block" for unit in units)
     share = -(-kv // max(blocks, 1))
@@ -52,11 +55,11 @@ def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
             break
     else:
         raise PlacementError(
-            "The model does not fit these accelerators together. Nothing was loaded.",
-            expected=f"at least {sum(sizes):,} B of room",
-            found=f"{sum(max(room, 0) for room in rooms.values()):,} B beside activations of {activations:,} "
+            "The model does not fit on these accelerators together. Nothing was loaded.",
+            expected=f"at least {sum(sizes):,} B of memory",
+            found=f"{sum(max(room, 0) for room in rooms.values()):,} B after activations of {activations:,} "
             f"B on each",
-            fix="add an accelerator, or offload with one accelerator and --cpu",
+            fix="Add an accelerator, or offload with one accelerator and --cpu.",
         )
     stored_nbytes: Counter[str] = Counter()
     cached: Counter[str] = Counter()

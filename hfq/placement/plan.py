@@ -1,5 +1,6 @@
-"""The plan: which tensor rests where, in bytes. Pure data, computed from headers before any weight byte is
-read.
+"""The plan of a load: the device of every tensor, in bytes.
+
+Pure data, computed from file headers before any weight is read.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class PlanEntry:
     """One stored tensor.
 
     Attributes:
-        name: Its name in the model.
-        device: The device that it is stored on: `cpu`, `disk`, `cuda:0`, ….
-        execution_device: The device that computes with it.
-        nbytes: Its bytes there (a dense tensor that rests in memory: after the cast to the model's dtype).
-        quantized: Whether it belongs to a packed row.
+        name: Name in the model.
+        device: Device that stores it: `cpu`, `disk`, `cuda:0`, ….
+        execution_device: Device that computes with it.
+        nbytes: Bytes on `device`. For an unquantized tensor in memory, after the cast to the model's dtype.
+        quantized: True if the tensor belongs to a quantized module.
     """
 
     name: str
@@ -33,20 +34,20 @@ class PlanEntry:
 
     @property
     def is_moved(self) -> bool:
-        """Whether it is brought to its device for every forward."""
+        """True if the tensor is onloaded for every forward pass."""
         return self.device == "disk" or self.device != self.execution_device
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleDevice:
-    """What one module has in one home.
+    """Tensors of one module on one device.
 
     Attributes:
-        module: Its name in the model; empty for the model itself.
-        device: The device that its tensors are stored on.
-        execution_device: The device that computes with them.
-        nbytes: Their bytes there.
-        quantized_nbytes: Of these, the bytes of packed rows.
+        module: Name in the model; empty for the model itself.
+        device: Device that stores its tensors.
+        execution_device: Device that computes with them.
+        nbytes: Bytes of the tensors on `device`.
+        quantized_nbytes: Bytes of quantized tensors among them.
     """
 
     module: str
@@ -58,20 +59,22 @@ class ModuleDevice:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """Every tensor's home, and the sums over them."""
+    """The device of every tensor, and the sums over them."""
 
     entries: tuple[PlanEntry, ...]
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """The bytes that rest in each home."""
+        """Returns the bytes stored on each device."""
         total: Counter[str] = Counter()
         for entry in self.entries:
             total[entry.device] += entry.nbytes
         return dict(total)
 
     def modules(self, order: Iterable[str] = ()) -> list[ModuleDevice]:
-        """What each module has in each home: in the order of these names, the others behind them in the order
-        of the plan.
+        """Returns the tensors of each module on each device.
+
+        Args:
+            order: Module names that come first, in this order; the others follow in the order of the plan.
         """
         total: dict[tuple[str, str, str], list[int]] = {}
         for entry in self.entries:
@@ -85,15 +88,15 @@ class Plan(Displayed):
         return [ModuleDevice(*key, *total[key]) for key in keys]
 
     def onloaded_nbytes(self) -> int:
-        """The bytes that one forward of every module moves to its device."""
+        """Returns the bytes that one forward pass of every module onloads."""
         return sum(entry.nbytes for entry in self.entries if entry.is_moved)
 
     def resident_nbytes(self) -> int:
-        """The bytes that rest in memory of any device."""
+        """Returns the bytes stored in memory of any device."""
         return sum(entry.nbytes for entry in self.entries if entry.device != "disk")
 
     def to_dict(self) -> dict:
-        """The plan as JSON-ready data."""
+        """Returns the plan as JSON-ready data."""
         return {
             "devices": self.nbytes_by_device(),
             "onloaded_nbytes": self.onloaded_nbytes(),
@@ -114,4 +117,4 @@ class Plan(Displayed):
     def __str__(self) -> str:
         devices = ", ".join(f"{device} {nbytes:,} B" for device, nbytes in self.nbytes_by_device().items())
         moved = self.onloaded_nbytes()
-        return f"{devices}; {f'{moved:,} B moved a forward' if moved else 'nothing moves'}"
+        return f"{devices}; {f'{moved:,} B onloaded per forward pass' if moved else 'nothing is offloaded'}"

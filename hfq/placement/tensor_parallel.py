@@ -1,5 +1,6 @@
-"""Which part of each stored tensor a rank of a tensor parallel run holds, and which bytes of which files
-those are: pure data.
+"""Slices of stored tensors that tensor parallel ranks hold, and their byte ranges in files.
+
+Pure data.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ __all__ = ["TensorPart", "rank_slice"]
 
 
 def rank_slice(axis: str, size: int, rank: int, world: int) -> LayerSlice | None:
-    """The slice of one rank, as `torch.chunk` and DTensor's `Shard` deal it; None where the ranks outnumber
-    the slices.
+    """Returns the slice of one rank, as `torch.chunk` and DTensor's `Shard` cut it.
 
     Args:
         axis: `out` or `in`.
-        size: The output rows or input channels of the whole layer.
-        rank: The rank.
-        world: How many ranks there are.
+        size: Output rows or input channels of the whole layer.
+        rank: Rank.
+        world: Number of ranks.
+
+    Returns:
+        The slice; None if there are more ranks than slices.
     """
     step = -(-size // world)
     start, stop = min(rank * step, size), min((rank + 1) * step, size)
@@ -29,24 +32,24 @@ def rank_slice(axis: str, size: int, rank: int, world: int) -> LayerSlice | None
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What a rank holds of one stored tensor: all of it where `cut` is None."""
+    """Part of a stored tensor that a rank holds: all of it if `cut` is None."""
 
     info: TensorInfo
     cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
+        """Shape of the part."""
         cut, shape = self.cut, self.info.shape
         return shape if cut is None else (*shape[: cut.dim], cut.stop - cut.start, *shape[cut.dim + 1 :])
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the part."""
+        """Bytes of the part."""
         return math.prod(self.shape) * DTYPE_BITS[self.info.dtype] // 8
 
     def runs(self) -> ByteRuns:
-        """Where its bytes lie, in their order: one run where they lie together."""
+        """Returns the byte ranges of the part in file order: one run if its bytes are contiguous."""
         source = self.info.range
         cut = self.cut
         shape = self.info.shape

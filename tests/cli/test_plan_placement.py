@@ -168,7 +168,7 @@ def test_the_catalog_and_the_ladder():
         (["--cpu", "1GB", "--zero-stage", "2"], "--zero-stage 3"),
         (["--cpu", "1GB", "--zero-stage", "3", "--catalog", "shipped"], "Leave out --zero-stage"),
         (["--cpu", "64"], "--cpu 64GiB"),
-        (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "correct the file"),
+        (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "Fix the named entry"),
         (["--cpu", "1GB", "--suggest-format", "1kB"], "--suggest-format"),
         (
             ["--zero-stage", "3", "--num-processes", "2", "--gpu", "1GB", "--cpu", "1GB"],

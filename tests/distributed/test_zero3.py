@@ -223,7 +223,7 @@ def test_a_rank_that_cannot_open_its_files_ends_all_ranks_and_is_named(results):
 
 def test_ranks_that_mean_different_models_find_out_before_they_share_anything(results):
     for found in results:
-        assert "The ranks of this run do not mean the same model" in found["another model"]["error"]
+        assert "The ranks of this run plan different models" in found["another model"]["error"]
         assert "rank: 1" in found["another model"]["error"]
         assert "sizes of the checkpoint's files" in found["another model"]["error"]
 

@@ -183,11 +183,12 @@ def test_a_disk_that_may_hold_nothing():
 def test_it_prints_every_number():
     text = str(plan_devices(MOE, {"cuda:0": 55, "cpu": 100}, "cuda:0", expert_cache_nbytes=5))
     assert text == (
-        "cuda:0: 50 B resting, 0 B left; disk: 70 B resting; cpu: 80 B resting, 20 B left; nothing is "
-        "streamed; "
-        "up to 120 B of experts when they are routed to, cache of 5 B"
+        "cuda:0: 50 B of weights, 0 B left; disk: 70 B of weights; cpu: 80 B of weights, 20 B left; "
+        "nothing onloaded per forward pass; up to 120 B of routed experts, cache of 5 B"
     )
-    assert "cpu: 28 B resting and a ring of 20 B, 0 B left" in str(plan_devices(LLAMA, {"cpu": 48}, "cpu"))
+    assert "cpu: 28 B of weights and an offload buffer of 20 B, 0 B left" in str(
+        plan_devices(LLAMA, {"cpu": 48}, "cpu")
+    )
 
 
 KINDS = ["block", "block", "block", "embedding", "experts", "other", "fixed"]

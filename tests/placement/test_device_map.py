@@ -104,7 +104,7 @@ def test_generators_of_names_are_read_once():
     ],
 )
 def test_a_key_that_matches_nothing_is_refused_with_a_hint(key, hint):
-    with pytest.raises(PlacementError, match="matches nothing in the model") as caught:
+    with pytest.raises(PlacementError, match="contains keys that match no module") as caught:
         devices({"": "cpu", key: "cpu"})
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(repr(key) + (hint if hint.startswith(";") else ""))
@@ -119,7 +119,7 @@ def test_all_unknown_keys_are_listed():
 
 @pytest.mark.parametrize("device_map", [{}, {"lm_head": "cpu"}, {"model.layers": "cpu", "lm_head": "disk"}])
 def test_a_part_that_is_left_out_is_refused_by_name(device_map):
-    with pytest.raises(PlacementError, match="leaves a part of the model out") as caught:
+    with pytest.raises(PlacementError, match="does not cover all tensors") as caught:
         devices(device_map)
     assert "model.embed.weight" in caught.value.problems
     assert ("lm_head.weight" in caught.value.problems) is (not device_map)
@@ -160,7 +160,7 @@ def test_other_devices_are_named_with_their_number(value, text):
     ],
 )
 def test_a_value_that_is_no_device_is_refused_with_a_hint(value, hint):
-    with pytest.raises(PlacementError, match="device_map names no device for 'lm_head'") as caught:
+    with pytest.raises(PlacementError, match=r"device_map\['lm_head'\] is not a device") as caught:
         check_device(value, "lm_head")
     assert hint in caught.value.message
     assert caught.value.found == repr(value)
@@ -192,7 +192,7 @@ def test_a_bare_number_is_one_of_the_accelerator_that_torch_finds_or_of_cuda(
 
 @pytest.mark.parametrize("value", [-1, 10**30])
 def test_a_number_that_no_device_can_have_is_refused(value):
-    with pytest.raises(PlacementError, match="device_map names no device"):
+    with pytest.raises(PlacementError, match="is not a device"):
         check_device(value)
 
 

@@ -42,8 +42,8 @@ def test_an_empty_plan_holds_nothing():
 
 
 def test_the_text_names_the_homes_and_what_moves():
-    assert str(ALL) == "cpu 1,050 B, disk 20,300 B, cuda:0 4,000,000 B; 20,350 B moved a forward"
-    assert str(Plan((RESIDENT,))) == "cpu 1,000 B; nothing moves"
+    assert str(ALL) == "cpu 1,050 B, disk 20,300 B, cuda:0 4,000,000 B; 20,350 B onloaded per forward pass"
+    assert str(Plan((RESIDENT,))) == "cpu 1,000 B; nothing is offloaded"
 
 
 def test_the_dict_is_json_with_every_tensor():

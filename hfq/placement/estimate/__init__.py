@@ -1,1 +1,1 @@
-"""Predicted memory and time of a placement."""
+"""Predicted memory and speed of a placement."""

@@ -1,6 +1,4 @@
-"""The best format whose weights fit a budget of memory: a ladder of formats, by what they keep of the
-weights.
-"""
+"""Choice of the best format whose weights fit a memory budget."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ __all__ = ["LADDER", "Shapes", "choose_format"]
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model's weights, whatever they are stored as.
+    """Sizes of a model's weights, independent of their format.
 
     Attributes:
-        quantized: (out_features, in_features) of each layer that is packed or could be.
-        other_nbytes: The bytes of everything else, as it is loaded.
-        bits: The bits of a weight in this checkpoint; 16 or 32 where it is not packed.
+        quantized: (out_features, in_features) of each layer that is quantized or could be.
+        other_nbytes: Bytes of all other tensors, as loaded.
+        bits: Bits per weight of this checkpoint; 16 or 32 if it is unquantized.
     """
 
     quantized: Sequence[tuple[int, int]]
@@ -40,22 +38,23 @@ LADDER: Mapping[str, Format | None] = {
     "gptq int3 g128": Gptq(3, 128, False, "stored"),
     "gptq int2 g128": Gptq(2, 128, False, "stored"),
 }
-"""Best first; of formats of one size the better one. What a format loses depends on the model: measure it
-(`hfq.evaluate`) before you rely on a rung.
+"""Formats, best first; of two formats of equal size, the better one.
+
+The loss of a format depends on the model. Measure it with `hfq.evaluate` before you rely on a format.
 """
 
 
 def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget: int) -> dict:
-    """Each rung with its bytes, and the first that fits, as JSON-ready data.
+    """Returns each format with its bytes, and the first that fits, as JSON-ready data.
 
     Args:
         shapes: The model's weights.
-        sizes: What a forward adds.
-        workload: What the model does.
-        budget: Bytes for weights, KV cache and activations together.
+        sizes: Sizes of the KV cache and of activations.
+        workload: Batch size, context length, and dtype of the KV cache.
+        budget: Bytes for weights, KV cache, and activations together.
 
     Raises:
-        PlacementError: No rung fits.
+        PlacementError: No format fits.
     """
     adding = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     adding += activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
@@ -79,8 +78,8 @@ def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget:
             "offloads.",
         )
     note = (
-        f"This checkpoint has {shapes.bits:.3g} bits a weight: a better rung has to be made from the "
-        "original weights."
+        f"This checkpoint has {shapes.bits:.3g} bits per weight. Formats with more bits must be made from "
+        "the original weights."
     )
     return {"budget_nbytes": budget, "best": best, "rungs": rungs, "note": note}
 
@@ -88,7 +87,7 @@ def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget:
 def _layer_nbytes(weight_format: Format | None, out_features: int, in_features: int) -> int:
     if (
         weight_format is None or in_features % 128 or out_features % 32
-    ):  # what groups of 128 do not divide stays as it is
+    ):  # groups of 128 do not divide these layers, so they stay unquantized
         return out_features * in_features * 2
     nbytes = 0
     for spec in weight_format.tensor_specs(in_features, out_features):

@@ -1,4 +1,7 @@
-"""Machines with their cost, ranked for a model: a YAML file that users edit. Pure data."""
+"""A catalog of machines with their cost, from a YAML file that users edit.
+
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ class Machine:
     """One machine.
 
     Attributes:
-        name: What it is called.
+        name: Name of the machine.
         hardware: Its memory.
-        profile: Its rates: limits as they are published, not achieved ones.
-        cost: What an hour costs, in the catalog's unit.
-        note: Where the figures come from.
+        profile: Its rates, which are published limits and not measured.
+        cost: Cost of one hour, in the catalog's unit.
+        note: Source of the figures.
     """
 
     name: str
@@ -46,10 +49,10 @@ class Catalog:
     """All machines of a file.
 
     Attributes:
-        date: When it was written.
+        date: Date of the file.
         machines: The machines.
-        gpus: The memory of each accelerator by its name, in bytes.
-        gpu_rates: Bytes per second of that memory.
+        gpus: Memory of each accelerator by name, in bytes.
+        gpu_rates: Memory bandwidth of each accelerator by name, in bytes per second.
     """
 
     date: str
@@ -58,16 +61,19 @@ class Catalog:
     gpu_rates: Mapping[str, float]
 
     def memory_rate(self, text: str) -> float | None:
-        """Bytes per second of the memory of `RTX-4090×2`; None for what is no name of this catalog."""
+        """Returns the memory bandwidth of a name such as `RTX-4090×2`, in bytes per second.
+
+        None if the catalog does not have this name.
+        """
         kind = re.split(r"\s*[×*]", text.strip())[0].casefold()
         return next((rate for name, rate in self.gpu_rates.items() if name.casefold() == kind), None)
 
 
 def read_catalog(file: str | Path) -> Catalog:
-    """A catalog; `shipped` is the file of examples that comes with hfq.
+    """Reads a catalog; `shipped` is the file of examples that comes with hfq.
 
     Raises:
-        SetupError: The file cannot be read, or a field is missing or makes no sense.
+        SetupError: The file cannot be read, or a field is missing or invalid.
     """
     path = _FILE if str(file) == SHIPPED else Path(file)
     try:
@@ -81,7 +87,7 @@ def read_catalog(file: str | Path) -> Catalog:
             path, f"{type(error).__name__}: {str(error).splitlines()[0]}", "a YAML file"
         ) from error
     if not isinstance(stored, dict):
-        raise _refused(path, type(stored).__name__, "a mapping of date, gpus and machines")
+        raise _refused(path, type(stored).__name__, "a mapping of date, gpus, and machines")
     _check_fields(path, "the catalog", stored, ("date", "gpus", "machines"))
     for name, gpu in stored["gpus"].items():
         _check_fields(path, f"accelerator {name}", gpu, _GPU_FIELDS)
@@ -94,11 +100,10 @@ def read_catalog(file: str | Path) -> Catalog:
 
 
 def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> list[dict]:
-    """What the model would cost on each machine, cheapest tokens first; those that it does not fit come last,
-    with the reason.
+    """Returns the model's cost on each machine, the cheapest tokens first.
 
-    A machine of several accelerators is planned as one of them with the host: hfq offloads with one
-    accelerator.
+    Machines on which the model does not fit come last, with the reason. For a machine with several
+    accelerators, the plan uses one of them and the host's memory, since hfq offloads with one accelerator.
     """
     ranked, refused = [], []
     for machine in catalog.machines:
@@ -151,11 +156,11 @@ def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapp
 
 
 def _rate(path: Path, name: str, field: str, value: Any) -> float:
-    """Bytes per second of `3350 GB` a second."""
+    """Returns the bytes per second of a rate such as `3350 GB`."""
     try:
         return float(parse_size(value, f"{field} of {name}"))
     except PlacementError as error:
-        raise _refused(path, f"{field}: {value!r}", f"bytes per second of {name}, as 1008GB") from error
+        raise _refused(path, f"{field}: {value!r}", f"bytes per second of {name}, such as 1008GB") from error
 
 
 def _check_fields(path: Path, what: str, entry: Any, fields: tuple[str, ...]) -> None:
@@ -168,5 +173,9 @@ def _check_fields(path: Path, what: str, entry: Any, fields: tuple[str, ...]) ->
 
 def _refused(path: Path, found: str, expected: str) -> SetupError:
     return SetupError(
-        "The catalog cannot be used.", file=path, expected=expected, found=found, fix="correct the file"
+        "The catalog cannot be used.",
+        file=path,
+        expected=expected,
+        found=found,
+        fix="Fix the named entry; hfq/placement/estimate/catalog.yaml is an example.",
     )

@@ -1,4 +1,5 @@
-"""What a model takes on a machine, and how fast it is there: bytes in each home, work of a step, prediction.
+"""Memory and speed of a model on a machine: bytes per device, work, and prediction.
+
 Pure data.
 """
 
@@ -17,18 +18,19 @@ from hfq.placement.estimate.roofline import Prediction, Work, predict
 __all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages"]
 
 _SHARE_OF_MEMORY = 0.5
-"""What is streamed is read through the page cache where it takes no more of the free memory
-(`hfq.offload.byte_source`).
+"""Largest share of free memory that offloaded weights may take in the page cache.
+
+`hfq.offload.byte_source` uses the same share.
 """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the model is to do.
+    """Input sizes that a plan is made for.
 
     Attributes:
-        batch: Sequences at once.
-        context: Tokens of each, those that are generated among them.
+        batch: Sequences per batch.
+        context: Tokens per sequence, including generated tokens.
         kv_dtype: One of `hfq.placement.estimate.kv_cache.KV_DTYPES`.
     """
 
@@ -39,18 +41,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a placement needs to know of a model.
+    """Sizes of a model that a placement depends on.
 
     Attributes:
-        units: The parts that have a home of their own, in the order in which they compute.
-        kv: What each layer caches.
-        activations: The sizes that decide what a forward holds.
-        weights: {unit: {kind of weight: (weights, bytes)}} that a step multiplies by; of experts, those that
-            are routed to.
-        routed: The share of its experts that a token is routed to.
-        dtype: The dtype that it computes in.
-        layers: Its layers.
-        calls: {kind of weight: products} of a step.
+        units: Units, in the order in which they compute.
+        kv: KV cache of each layer.
+        activations: Sizes that decide the memory of a forward pass.
+        weights: {kind of weight: (weights, bytes)} that a step multiplies by; of experts, only routed ones.
+        routed: Share of its experts that a token is routed to.
+        dtype: Dtype that the model computes in.
+        layers: Number of layers.
+        calls: {kind of weight: matrix products} of a step.
     """
 
     units: tuple[Unit, ...]
@@ -69,13 +70,13 @@ class Estimate:
 
     Attributes:
         hardware: The machine.
-        workload: What the model does there.
-        budget: The home of every unit; its capacities are what is left beside the cache and the activations.
-        buffer: The bytes of the ring, read-ahead included, on each device that has one.
-        kv: The bytes of the KV cache.
-        activations: The bytes of activations.
-        work: What a step does.
-        prediction: How long that takes.
+        workload: The workload of the model.
+        budget: Device of every unit. Its capacities exclude the KV cache and the activations.
+        buffer: Bytes of the offload buffer, read-ahead included, on each device that has one.
+        kv: Bytes of the KV cache.
+        activations: Bytes of activations.
+        work: Work of one step.
+        prediction: Predicted times.
     """
 
     hardware: Hardware
@@ -88,11 +89,13 @@ class Estimate:
     prediction: Prediction
 
     def devices(self, stored_nbytes: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
-        """{home: {part: bytes}}: `weights`, `buffer`, `experts` (their cache), `kv_cache`, `activations`.
+        """Returns {device: {part: bytes}}.
+
+        The parts are `weights`, `buffer`, `experts` (the expert cache), `kv_cache`, and `activations`.
 
         Args:
-            stored_nbytes: The bytes of weights in each home, as the loader's own plan has them; None for the
-                budget's.
+            stored_nbytes: Bytes of weights on each device, from the plan of the loader; None for those of
+                `budget`.
         """
         budget, found = self.budget, {}
         weights = budget.stored_nbytes if stored_nbytes is None else stored_nbytes
@@ -116,18 +119,18 @@ def estimate_placement(
     free_memory: int | None = None,
     expert_cache_nbytes: int = 0,
 ) -> Estimate:
-    """Places a model by a device map, on at most one accelerator, and predicts what that gives.
+    """Places a model with a device map on at most one accelerator, and predicts its speed.
 
     Args:
         sizes: The model.
         hardware: The machine.
-        workload: What the model does.
-        profile: The machine's rates.
-        free_memory: The host's memory that the page cache may take; None for what `hardware.cpu` leaves.
-        expert_cache_nbytes: What the cache of routed experts takes where they rest elsewhere.
+        workload: The workload.
+        profile: Rates of the machine.
+        free_memory: Bytes of host memory for the page cache; None for the rest of `hardware.cpu`.
+        expert_cache_nbytes: Bytes of the expert cache, used if experts are offloaded.
 
     Raises:
-        PlacementError: It does not fit; `fix` names changes, each of which was found to fit.
+        PlacementError: The model does not fit; `fix` names changes, each of which was planned and fits.
     """
     kv, activations = _taken(sizes, workload)
     main, capacities = hardware.main, hardware.capacities()
@@ -155,14 +158,13 @@ def _buffers(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
 def list_stages(
     units: Sequence[Unit], devices: Mapping[str, str], main: str, routed: float = 1.0
 ) -> tuple[tuple[int, int], ...]:
-    """(bytes that a step computes with, bytes that it streams of them) of each part, in the order in which
-    they compute.
+    """Returns (bytes that a step computes with, bytes that it onloads) of each unit in order.
 
     Args:
-        units: The parts of the model.
-        devices: The home of each.
-        main: Where they compute.
-        routed: The share of its experts that a token is routed to.
+        units: Units of the model.
+        devices: Device of each unit.
+        main: Execution device.
+        routed: Share of its experts that a token is routed to.
     """
     computing = [unit for unit in units if unit.kind in ("block", "other", "experts")]
     shares = {"experts": routed}
@@ -207,7 +209,7 @@ def _work(
 
 
 def _moved(units: Sequence[Unit], routed: float, batch: int) -> int:
-    """What a step moves of these units: blocks whole, of experts those that are routed to."""
+    """Returns the bytes that a step onloads: whole units, and routed experts."""
     whole = sum(unit.unit_onloaded_nbytes for unit in units if unit.is_offloaded)
     experts = sum(unit.nbytes for unit in units if unit.kind == "experts")
     return whole + int(experts * min(1.0, routed * batch))
@@ -216,18 +218,18 @@ def _moved(units: Sequence[Unit], routed: float, batch: int) -> int:
 def _does_not_fit(
     error: PlacementError, sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: tuple[int, int]
 ) -> PlacementError:
-    """The error with ways out, each of which was planned and fits."""
+    """Returns the error with changes, each of which was planned and fits."""
     ways = [what for what, change in _changes(sizes, hardware, workload, sum(taken)) if _fits(sizes, *change)]
     main = hardware.main
     fix = (
-        f"change one of these, each of which was planned and fits: {'; or '.join(ways)}"
+        f"Choose one of these changes, each of which was planned and fits: {'; or '.join(ways)}."
         if ways
-        else "use a smaller model"
+        else "Use a smaller model."
     )
     return PlacementError(
         "The model does not fit this machine. Nothing was loaded.",
-        expected=error.expected or "room for weights beside these",
-        found=f"{hardware.capacities()[main]:,} B on {main}, of which KV cache {taken[0]:,} B and "
+        expected=error.expected or "memory for weights in addition to these",
+        found=f"{hardware.capacities()[main]:,} B on {main}, including KV cache {taken[0]:,} B and "
         f"activations {taken[1]:,} B",
         problems=[error.message],
         fix=fix,
@@ -238,7 +240,7 @@ Change = tuple[str, tuple[Hardware, Workload]]
 
 
 def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: int) -> list[Change]:
-    """Changes that may help, smallest first. A change that does not is left out by who plans them."""
+    """Returns changes that may help, smallest first; the caller drops those that do not."""
     found: list[Change] = []
     if hardware.disk is not None:
         found.append(("leave --disk out", (replace(hardware, disk=None), workload)))
@@ -270,7 +272,7 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
 
 
 def _fits(sizes: ModelSizes, hardware: Hardware, workload: Workload) -> bool:
-    """Whether a placement exists."""
+    """True if a placement exists."""
     capacities = hardware.capacities()
     try:
         capacities[hardware.main] -= sum(_taken(sizes, workload))
@@ -281,13 +283,13 @@ def _fits(sizes: ModelSizes, hardware: Hardware, workload: Workload) -> bool:
 
 
 def _taken(sizes: ModelSizes, workload: Workload) -> tuple[int, int]:
-    """The bytes of the KV cache, and of activations."""
+    """Returns the bytes of the KV cache, and of activations."""
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     return kv, activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
 
 
 def _halves(value: int) -> list[int]:
-    """All smaller values that halving gives, the largest first."""
+    """Returns all smaller values by repeated halving, the largest first."""
     found = []
     while value > 1:
         value //= 2
@@ -296,7 +298,7 @@ def _halves(value: int) -> list[int]:
 
 
 def _memories(least: int, most: int, steps: int = 48) -> list[int]:
-    """Sizes between two, smallest first, in whole MiB."""
+    """Returns sizes between two limits in whole MiB, smallest first."""
     mib = 1 << 20
     span = max(most - least, 0)
     return [-(-(least + span * step // steps) // mib) * mib for step in range(1, steps + 1)]

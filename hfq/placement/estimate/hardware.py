@@ -1,4 +1,7 @@
-"""Memory as people write it (`24GiB×2`), and the machine that a model is planned for. Pure data."""
+"""Memory sizes as people write them (`24GiB×2`), and the machine of a plan.
+
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ _MOST_NBYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a model is planned for.
+    """Machine that a model is planned for.
 
     Attributes:
-        gpus: The memory of each accelerator, in bytes.
-        cpu: The memory of the host that may be taken, in bytes.
-        disk: The bytes of the checkpoint that may stay on disk; None for all of them.
+        gpus: Memory of each accelerator, in bytes.
+        cpu: Usable memory of the host, in bytes.
+        disk: Bytes of the checkpoint that may stay on disk; None for no limit.
     """
 
     gpus: tuple[int, ...] = ()
@@ -43,11 +46,11 @@ class Hardware:
 
     @property
     def main(self) -> str:
-        """The device that computes: the first accelerator, or the CPU."""
+        """Execution device: the first accelerator, or the CPU."""
         return "cuda:0" if self.gpus else "cpu"
 
     def capacities(self) -> dict[str, int]:
-        """The bytes that each home may hold, by its name in a device map; no entry means no limit."""
+        """Returns the bytes that each device of a device map may hold; no entry means no limit."""
         devices = {f"cuda:{index}": nbytes for index, nbytes in enumerate(self.gpus)} | {"cpu": self.cpu}
         return devices if self.disk is None else devices | {"disk": self.disk}
 
@@ -56,9 +59,9 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
     """Returns the bytes of a size with a unit: `24GiB`, `64 GB`, `1.5e9B`.
 
     Args:
-        text: The size as it was given.
-        what: The option it was given to, for messages.
-        least: The smallest size that is allowed.
+        text: The size as given.
+        what: Option it was given to, for messages.
+        least: Smallest valid size.
 
     Raises:
         PlacementError: The text is no size, has no unit, or is out of range.
@@ -70,52 +73,53 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
             found=repr(text),
             fix=f"Pass {what} {str(text).strip()}GiB, or {what} {str(text).strip()}B if these are bytes.",
         )
+    shown = str(text).strip() or "''"
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found[2].upper()) if found else None
     nbytes = float(found[1]) * unit if found and unit is not None else None
     if nbytes is None or not least <= nbytes <= _MOST_NBYTES:
         hint = nearest(found[2].upper(), _UNITS) if found and unit is None else ""
         raise PlacementError(
-            f"{what} is not a size.{hint}",
+            f"{what} {shown} is not a size.{hint}",
             expected=f"{least} B or more, for example 24GiB or 64GB",
             found=repr(text),
-            fix=f"pass {what} 24GiB, for example",
+            fix=f"Pass a number with a unit, for example {what} 24GiB.",
         )
     return int(nbytes)
 
 
 def parse_gpus(texts: Sequence[str], known: Mapping[str, int] | None = None) -> tuple[int, ...]:
-    """The memory of each accelerator of `24GiB×2`, `80GB`, or a name that the catalog knows.
+    """Returns the memory of each accelerator of `24GiB×2`, `80GB`, or a name from the catalog.
 
     Args:
-        texts: One description each; `×`, `x` or `*` and a number repeat one.
-        known: The memory of named accelerators, in bytes.
+        texts: Descriptions; `×`, `x`, or `*` and a number repeat one.
+        known: Memory of named accelerators, in bytes.
 
     Raises:
         PlacementError: A description is no size and no known name, or its number is out of range.
     """
-    known = known or {}
+    by_name = {name.casefold(): nbytes for name, nbytes in (known or {}).items()}
     gpus: list[int] = []
     for text in texts:
         times = _TIMES.match(text.strip())
-        kind, count = (times[1], int(times[2])) if times else (text.strip(), 1)
+        # the x of a name such as rtx4090 is no multiplier
+        is_repeated = times and (times[1].casefold() in by_name or _SIZE.match(times[1]))
+        kind, count = (times[1], int(times[2])) if times and is_repeated else (text.strip(), 1)
         if not 1 <= count <= 1024:
             raise PlacementError(
-                "--gpu repeats an accelerator too often.",
+                f"--gpu {text} has an invalid number of accelerators.",
                 expected="1 to 1024",
                 found=count,
-                fix="pass 24GiB×2",
+                fix=f"Pass {kind}×2, for example.",
             )
-        by_name = {name.casefold(): nbytes for name, nbytes in known.items()}
         if kind.casefold() in by_name:
             gpus += [by_name[kind.casefold()]] * count
         elif _SIZE.match(kind):
             gpus += [parse_size(kind, "--gpu")] * count
         else:
             raise PlacementError(
-                f"There is no accelerator {kind!r} in the catalog.{nearest(kind, known)}",
-                found=repr(text),
-                expected=f"memory, as 24GiB×2, or one of: {', '.join(known) or 'none'}",
-                fix="pass its memory: --gpu 24GiB",
+                f"--gpu {text} is not a size.{nearest(kind, known or ())}",
+                expected=f"a size such as 24GiB or 24GiB×2, or a name: {', '.join(known or ()) or 'none'}",
+                fix="Pass its memory, for example --gpu 24GiB.",
             )
     return tuple(gpus)

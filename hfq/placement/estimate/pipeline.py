@@ -1,5 +1,6 @@
-"""How long a pass over streamed blocks takes, when reading and computing share a ring and the cores. Pure
-data.
+"""Time of a pass over offloaded units, when reads and computation share buffer and cores.
+
+Pure data.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from dataclasses import dataclass
 __all__ = ["FREE", "SideBySide", "Stage", "pass_seconds"]
 
 _PASSES = 3
-"""In the first the ring is empty, the later ones begin with what the one before has read ahead."""
+"""The buffer is empty in the first pass; later passes start with prefetched bytes."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the model in the order in which it computes.
+    """One unit of the model, in the order in which units compute.
 
     Attributes:
-        seconds: How long it computes, while nothing is read.
-        nbytes: What is read of it for a pass; 0 where it rests in memory.
+        seconds: Compute time while nothing is read.
+        nbytes: Bytes read for a pass; 0 if the unit is in memory.
     """
 
     seconds: float
@@ -28,11 +29,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """What reading and computing leave of each other while both go on.
+    """Speed that reading and computing keep while both run.
 
     Attributes:
-        computing: The share of its speed that computing keeps, above 0 and at most 1.
-        reading: The same of reading.
+        computing: Share of its speed that computing keeps, above 0 and at most 1.
+        reading: Share of its speed that reading keeps, above 0 and at most 1.
     """
 
     computing: float = 1.0
@@ -44,20 +45,19 @@ FREE = SideBySide()
 
 
 def pass_seconds(stages: Sequence[Stage], buffer: int, rate: float, beside: SideBySide) -> float:
-    """The seconds of a pass, in the steady state in which the end of a pass reads ahead for the next one.
+    """Returns the seconds of a pass in the steady state, in which passes prefetch for the next.
 
-    A stage computes once its bytes are there; its place in the ring is given away when it is done. What the
-    ring has no room for waits, so that stages in memory are not computed beside reading any longer than it
-    takes to fill the ring.
+    A stage computes once its bytes are in memory, and frees its place in the buffer afterward. Reads wait
+    while the buffer is full. Stages in memory therefore overlap with reads only until the buffer is full.
 
     Args:
-        stages: The stages in their order.
-        buffer: The bytes that may be held of stages that are read, that which computes among them.
+        stages: Stages in their order.
+        buffer: Bytes of offloaded stages that memory may hold, the computing one included.
         rate: Bytes per second of reading alone.
-        beside: What is left of both while they go on together.
+        beside: Speeds that remain while both run.
     """
     streamed = sum(stage.nbytes for stage in stages)
-    if streamed <= buffer:  # what a region holds stays: nothing is read again
+    if streamed <= buffer:  # all units stay in the buffer: nothing is read again
         return sum(stage.seconds for stage in stages)
     now = began = read = 0.0
     needed = freed = 0

@@ -1,4 +1,4 @@
-"""Rates of a machine: those that `hfq profile-machine` measured, or else the limits of public standards."""
+"""The machine profile: measured rates, or limits of public standards."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Zero3Rates:
-    """What a step costs under ZeRO-3, where ranks share this machine.
+    """Costs of a step under ZeRO-3, where ranks share this machine.
 
     Attributes:
-        ranks: The ranks that were measured.
-        device: What they computed on: `cpu`, `cuda`, ….
-        gathering: Bytes of whole rows per second that every rank gathers, all ranks at once.
-        slowdown: How many times as long as alone products take on each rank while all of them compute.
-        layer_seconds: What a layer costs beside its products and its bytes: DeepSpeed's hooks, and the calls
-            of its gathers.
-        step_seconds: What a step costs beside its layers.
+        ranks: Number of measured ranks.
+        device: Device type of the ranks: `cpu`, `cuda`, ….
+        gathering: Bytes of whole flat buffers per second that every rank gathers, all ranks concurrently.
+        slowdown: Factor by which matrix products slow down on each rank while all ranks compute.
+        layer_seconds: Cost of a layer in addition to its products and its bytes: DeepSpeed's hooks, and the
+            calls of its gathers.
+        step_seconds: Cost of a step in addition to its layers.
     """
 
     ranks: int
@@ -41,27 +41,27 @@ class Zero3Rates:
 
 @dataclass(frozen=True)
 class Profile:
-    """Rates in bytes per second, but where another unit is named; None is a rate that is not known.
+    """Rates in bytes per second, unless another unit is named; None for an unknown rate.
 
     Attributes:
-        source: `measured`, or the standards that the rates are taken from.
-        disk: Reads past the page cache.
+        source: `measured`, or the standards of the rates.
+        disk: Reads that bypass the page cache.
         page_cache: Reads of files that are in the page cache.
         memory: Reads of the host's memory.
         host_to_device: Copies from the host's memory to an accelerator.
-        products: {kind of weight: {rows of activations: weights per second}}, the kinds as `kind_of_weight`
-            names them.
-        layer_seconds: What one layer's forward costs beside its products: Python, norms, attention of a short
-            context.
-        load_seconds: What a load costs beside its bytes, and for each layer.
-        machine: What was measured: facts as text by what they are.
+        products: {kind of weight: {rows of activations: weights per second}}, with the kinds of
+            `kind_of_weight`.
+        layer_seconds: Cost of one layer's forward pass in addition to its products: Python, norms, attention
+            of a short context.
+        load_seconds: Fixed cost of a load in addition to its bytes, and cost per layer.
+        machine: Facts about the measured machine, as text.
         device_memory: Reads of an accelerator's memory.
-        calls: {kind of weight: seconds that a product takes beside its weights}.
-        step_seconds: What a step costs beside its layers.
-        block_seconds: What a block that is streamed to the CPU costs beside its bytes.
-        beside_disk: What reading past the page cache and computing leave of each other.
-        beside_cached: The same of reading files that are in the page cache.
-        zero3: What a step costs under ZeRO-3; None where that was not measured.
+        calls: {kind of weight: seconds of a product in addition to its weights}.
+        step_seconds: Cost of a step in addition to its layers.
+        block_seconds: Cost of a unit that is onloaded to the CPU in addition to its bytes.
+        beside_disk: Speeds that remain while reads that bypass the page cache and computing overlap.
+        beside_cached: Speeds that remain while reads from the page cache and computing overlap.
+        zero3: Costs of a step under ZeRO-3; None if not measured.
     """
 
     source: str
@@ -83,12 +83,13 @@ class Profile:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it comes from `hfq profile-machine`."""
+        """True if the profile comes from `hfq profile-machine`."""
         return self.source == "measured"
 
     def product_rate(self, kind: str, rows: int) -> float | None:
-        """Weights per second that a product with so many rows of activations goes through; interpolated, None
-        if not known.
+        """Returns weights per second of a product with this number of activation rows.
+
+        The rate is interpolated; None if unknown.
         """
         known = sorted(self.products.get(kind, {}).items())
         if not known:
@@ -105,7 +106,7 @@ class Profile:
         return 1 / max(low[1] + slope * (rows - low[0]), 1e-30)
 
     def to_json(self) -> str:
-        """The profile as `read_profile` takes it."""
+        """Returns the profile as JSON for `read_profile`."""
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=2)
 
 
@@ -117,22 +118,24 @@ PUBLISHED = Profile(
     memory=3200e6 * 8 * 2,
     host_to_device=16e9 * 16 * 128 / 130 / 8,
 )
-"""16 GT/s a track with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes a channel (JEDEC,
+"""Limits of public standards.
+
+16 GT/s per lane with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes per channel (JEDEC,
 JESD79-4). A read through the page cache is a copy, which reads and writes.
 """
 
 
 def profile_path() -> Path:
-    """Where `hfq profile-machine` writes: `hfq/profile.json` in the user's cache folder."""
+    """Returns the file of `hfq profile-machine`: `hfq/profile.json` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "profile.json"
 
 
 def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = None) -> Profile:
-    """A profile that `hfq profile-machine` wrote, or `PUBLISHED` if none is asked for and none was written.
+    """Reads a profile of `hfq profile-machine`; `PUBLISHED` if none is named and none exists.
 
     Args:
-        path: The file; None for `profile_path()`.
-        machine: Facts of this machine that must be those of the profile's, such as its processor.
+        path: File; None for `profile_path()`.
+        machine: Facts of this machine that the profile must match, such as its processor.
 
     Raises:
         SetupError: The file cannot be read, is no profile, or is of another machine.
@@ -145,20 +148,20 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
         profile = _from_json(stored)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SetupError(
-            "The calibration profile cannot be used.",
+            "The machine profile cannot be used.",
             file=file,
             expected=f"a profile of version {_VERSION}",
             found=f"{type(error).__name__}: {error}",
-            fix="run `hfq profile-machine` again, or remove the file",
+            fix="Run `hfq profile-machine` again, or remove the file.",
         ) from error
     for what, value in (machine or {}).items():
         if profile.machine.get(what) != value:
             raise SetupError(
-                "The calibration profile is of another machine.",
+                "The machine profile is of another machine.",
                 file=file,
                 expected=f"{what}: {value}",
                 found=profile.machine.get(what),
-                fix="run `hfq profile-machine` here, or name another profile with --profile",
+                fix="Run `hfq profile-machine` here, or pass another profile with --profile.",
             )
     return profile
 
@@ -186,7 +189,7 @@ def _from_json(stored: dict) -> Profile:
 
 
 def _check(profile: Profile) -> None:
-    """Every rate is one."""
+    """Raises ValueError if a value is no rate, share, or time."""
     for known in (profile.disk, profile.page_cache, profile.memory):
         _rate(known)
     for rate in (

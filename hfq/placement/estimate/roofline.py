@@ -1,13 +1,11 @@
-"""How long a placement takes, by the roofline: every resource works at its rate, the slowest decides. Pure
-data.
+"""Predicted times of a placement by the roofline model: the slowest resource decides.
 
-One step of a model reads what is streamed (from disk, or over the link to an accelerator) while it computes,
-and would take the longer of the two (Williams et al., "Roofline: an insightful visual performance model",
-2009) if they did not share anything. They share cores and memory, so that both slow down while they go on
-together, and a ring, which holds no more than it holds: `pipeline`. What it computes goes through every
-weight once, at the rate of a product with its kind of weight, or of memory, and through the KV cache at that
-of memory; each call of a product, each layer, each block that is streamed and each step has a cost of its
-own.
+Pure data. One step reads offloaded weights (from disk, or over the link to an accelerator) while it computes.
+It would take the longer of the two times if they shared nothing (Williams et al., "Roofline: an insightful
+visual performance model", 2009). They share cores and memory, so both slow down while they overlap, and the
+offload buffer has a limit: see `pipeline`. Computation reads every weight once, at the rate of a product with
+this kind of weight, or of memory. It reads the KV cache at the rate of memory. Each product, layer, onloaded
+unit, and step has an additional fixed cost.
 """
 
 from __future__ import annotations
@@ -24,23 +22,22 @@ __all__ = ["Prediction", "Work", "predict", "what_helps"]
 
 @dataclass(frozen=True)
 class Work:
-    """What one step of a placed model does, in bytes but where another unit is named.
+    """Work of one step of a placed model, in bytes unless another unit is named.
 
     Attributes:
-        weights: {kind of weight: (weights, their bytes)} that a step multiplies by.
-        streamed: What is read from disk for a step.
-        copied: What is copied from the host's memory to an accelerator for a step.
-        cache: What is read of the KV cache.
+        weights: {kind of weight: (weights, bytes)} that a step multiplies by.
+        streamed: Bytes read from disk per step.
+        copied: Bytes copied from the host's memory to an accelerator per step.
+        cache: Bytes read of the KV cache.
         rows: Rows of activations: the tokens that a step computes.
-        layers: The layers.
-        stored_nbytes: What a load brings into memory.
-        is_cached: Whether what is streamed stays in the page cache from one step to the next.
-        is_on_cpu: Whether the CPU computes.
+        layers: Number of layers.
+        stored_nbytes: Bytes that a load reads into memory.
+        is_cached: True if the bytes read from disk stay in the page cache between steps.
+        is_on_cpu: True if the CPU computes.
         calls: {kind of weight: products} of a step.
-        stages: (bytes, bytes that are streamed of it) of each part in the order in which it computes; none
-            where that is not known.
-        buffer: What may be held of parts that are streamed.
-        gathered: What each rank gathers of ZeRO-3 shards for a step; 0 without ZeRO-3.
+        stages: (bytes, onloaded bytes) of each unit in the order in which units compute; empty if unknown.
+        buffer: Bytes of onloaded units that memory may hold.
+        gathered: Bytes that each rank gathers of ZeRO-3 shards per step; 0 without ZeRO-3.
     """
 
     weights: Mapping[str, tuple[int, int]]
@@ -60,16 +57,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds, by what they are spent on.
+    """Predicted seconds, by cause.
 
     Attributes:
-        terms: {what: seconds of a step, by itself}: `disk`, `link`, `weights`, `cache`, `layers`,
+        terms: {term: seconds of a step, on its own}: `disk`, `link`, `weights`, `cache`, `layers`,
             `gathering`.
-        step_seconds: A step of one token for each sequence.
-        rows: The tokens of a step.
-        load_seconds: A load of files that are not in the page cache.
-        dominant: The term that decides the step.
-        source: Where the rates come from.
+        step_seconds: Seconds of a step of one token per sequence.
+        rows: Tokens of a step.
+        load_seconds: Seconds of a load of files that are not in the page cache.
+        dominant: Term that decides the step.
+        source: Source of the rates.
     """
 
     terms: Mapping[str, float]
@@ -81,11 +78,11 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all sequences of the batch; None where nothing of a step is known."""
+        """Tokens per second over all sequences of the batch; None if no rate is known."""
         return self.rows / self.step_seconds if self.step_seconds else None
 
     def to_dict(self) -> dict:
-        """The prediction as JSON-ready data."""
+        """Returns the prediction as JSON-ready data."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
@@ -97,17 +94,17 @@ TERMS = {
     "layers": "the fixed cost of layers",
     "gathering": "gathers of ZeRO-3 shards",
 }
-"""What each term of a prediction is, for people."""
+"""Label of each term of a prediction."""
 
 _COMPUTING, _MOVING = ("weights", "cache", "layers"), ("disk", "link")
 
 
 def predict(work: Work, profile: Profile) -> Prediction:
-    """The seconds of a load and of a step.
+    """Returns the predicted seconds of a load and of a step.
 
     Args:
-        work: What they do.
-        profile: The rates of the machine; for work that gathers, its rates under ZeRO-3 among them.
+        work: Work of the step and the load.
+        profile: Rates of the machine; for work that gathers, including its rates under ZeRO-3.
     """
     memory = profile.memory if work.is_on_cpu else profile.device_memory
     terms = {
@@ -135,13 +132,13 @@ def predict(work: Work, profile: Profile) -> Prediction:
     source = (
         profile.source
         if memory
-        else f"{profile.source}; the rate of the accelerator's memory is not known, and not counted"
+        else f"{profile.source}; the rate of the accelerator's memory is unknown and not counted"
     )
     return Prediction(terms, step, work.rows, load, dominant, source)
 
 
 def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> float:
-    """Computing, what is gathered before it, and what is moved beside it."""
+    """Returns the seconds of computing, of gathers before it, and of reads that overlap with it."""
     computing, moving = sum(terms[name] for name in _COMPUTING), max(terms[name] for name in _MOVING)
     if not work.stages or not work.is_on_cpu or not moving:
         return max(computing + terms.get("gathering", 0.0), moving)
@@ -157,7 +154,7 @@ def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> f
 
 
 def _blocks(work: Work) -> int:
-    """The blocks that are streamed to the CPU; none where the ring keeps them all."""
+    """Returns the number of units onloaded to the CPU; 0 if the buffer keeps them all."""
     is_kept = sum(streamed for _, streamed in work.stages) <= work.buffer
     return 0 if is_kept or not work.is_on_cpu else sum(streamed > 0 for _, streamed in work.stages)
 
@@ -165,8 +162,9 @@ def _blocks(work: Work) -> int:
 def _product_seconds(
     kind: str, weights: int, nbytes: int, work: Work, profile: Profile, memory: float | None
 ) -> float:
-    """One pass over these weights: at the measured rate of their product, else at that at which memory gives
-    their bytes.
+    """Returns the seconds of one pass over these weights.
+
+    Uses the measured rate of their product, else the rate of memory.
     """
     rate = profile.product_rate(kind, work.rows) if work.is_on_cpu else None
     if rate is None:
@@ -175,7 +173,7 @@ def _product_seconds(
 
 
 def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
-    """What each single change would give, best first: (the change, what is predicted with it)."""
+    """Returns (change, prediction with it) of each single change that helps, best first."""
     resident = replace(work, streamed=0, copied=0, stages=())
     changes = {
         "memory for all weights where they compute": (resident, profile),

@@ -1,4 +1,7 @@
-"""Inference under ZeRO-3: the nearest home of the shards that fits each rank and node. Pure data."""
+"""Inference under ZeRO-3: the fastest device for shards that fits each rank and node.
+
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,14 @@ __all__ = ["ZeroFit", "fit_zero3", "gathering_work", "predict_zero3"]
 
 @dataclass(frozen=True)
 class ZeroFit:
-    """What each rank holds.
+    """Memory of each rank.
 
     Attributes:
-        memory: The shards and the buffers that swap them in.
-        parts: {part: {home: bytes}} on one rank: those of `memory`, and what a forward adds on the device.
-        gathered: The bytes of weights that a forward gathers on every rank.
-        ranks_on_cpu: Whether ranks compute on CPUs, so that their device is the node's memory.
+        memory: Shards, and the buffers that swap them in.
+        parts: {part: {device: bytes}} on one rank: those of `memory`, and the additions of a forward pass on
+            the device.
+        gathered: Bytes of weights that a forward pass gathers on every rank.
+        ranks_on_cpu: True if ranks compute on CPUs, so that their device is the node's memory.
     """
 
     memory: ZeroMemory
@@ -34,11 +38,11 @@ class ZeroFit:
     ranks_on_cpu: bool
 
     def per_rank(self) -> dict[ShardDevice, int]:
-        """The bytes of one rank in each home."""
+        """Returns the bytes of one rank on each device."""
         return {device: sum(devices.get(device, 0) for devices in self.parts.values()) for device in DEVICES}
 
     def to_dict(self) -> dict:
-        """The fit as JSON-ready data."""
+        """Returns the fit as JSON-ready data."""
         setup = self.memory.setup
         return {
             "num_processes": setup.ranks,
@@ -60,27 +64,27 @@ def fit_zero3(
     ranks_per_node: int | None = None,
     has_nvme: bool = False,
 ) -> ZeroFit:
-    """Puts shards on the devices, else in CPU memory, else on NVMe: the first that fits.
+    """Places shards on the devices, else in CPU memory, else on NVMe: the first that fits.
 
     Args:
         states: The model's weights.
-        sizes: What a forward adds.
+        sizes: Sizes of KV cache and activations.
         hardware: One node; without accelerators, ranks compute on its CPU.
-        workload: What each rank does: batch is that of one rank.
-        ranks: All ranks.
-        ranks_per_node: Those of one node; None for all.
-        has_nvme: Whether shards may rest on NVMe.
+        workload: Workload of each rank; its batch size is that of one rank.
+        ranks: Number of all ranks.
+        ranks_per_node: Number of ranks on one node; None for all.
+        has_nvme: True if shards may be stored on NVMe.
 
     Raises:
-        PlacementError: None fits, or there are fewer accelerators than ranks on a node.
+        PlacementError: None fits, or a node has fewer accelerators than ranks.
     """
     on_a_node = ZeroSetup(3, ranks, ranks_per_node, "none").on_a_node
     if hardware.gpus and len(hardware.gpus) < on_a_node:
         raise PlacementError(
-            "There are fewer accelerators than ranks on a node.",
+            "A node has fewer accelerators than ranks. Nothing was loaded.",
             expected=f"{on_a_node}",
             found=f"{len(hardware.gpus)}",
-            fix=f"pass --gpu {hardware.gpus[0]}B×{on_a_node}, or fewer --num-processes",
+            fix=f"Pass --gpu {hardware.gpus[0]}B×{on_a_node}, or a smaller --num-processes.",
         )
     tried = []
     for offload in ("none", "cpu", *(["nvme"] if has_nvme else [])):
@@ -105,21 +109,21 @@ def fit_zero3(
     )
     raise PlacementError(
         "The model does not fit under ZeRO-3. Nothing was loaded.",
-        expected="room on each rank and node",
+        expected="enough memory on each rank and node",
         problems=tried,
         found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",
-        fix=f"pass {' and '.join(ways)}"
-        + ("" if has_nvme else ", or --nvme-path FOLDER, or more --num-processes"),
+        fix=f"Pass {' and '.join(ways)}"
+        + ("." if has_nvme else ", or --nvme-path FOLDER, or a larger --num-processes."),
     )
 
 
 def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
-    """What a step of each rank does.
+    """Returns the work of a step of each rank.
 
     Args:
-        fit: What the ranks hold.
+        fit: Memory of the ranks.
         sizes: The model.
-        workload: What each rank does.
+        workload: Workload of each rank.
     """
     resting = sum(nbytes for devices in fit.memory.parts.values() for nbytes in devices.values())
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
@@ -138,29 +142,29 @@ def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
 
 
 def predict_zero3(fit: ZeroFit, sizes: ModelSizes, workload: Workload, profile: Profile) -> Prediction | str:
-    """How long a step takes on every rank, or why that is not predicted.
+    """Predicts the seconds of a step on every rank, or returns the reason why it cannot.
 
     Args:
-        fit: What the ranks hold.
+        fit: Memory of the ranks.
         sizes: The model.
-        workload: What each rank does.
-        profile: The machine's rates.
+        workload: Workload of each rank.
+        profile: Rates of the machine.
     """
     setup, rates = fit.memory.setup, profile.zero3
     if rates is None:
         return (
-            f"gathers were not measured; `hfq profile-machine --num-processes {setup.ranks}` does, on "
+            f"gathers were not measured; run `hfq profile-machine --num-processes {setup.ranks}` on "
             "this machine"
         )
     if setup.offload_param != "none":
-        return f"shards rest on {setup.offload_param}, and what bringing them in costs was not measured"
+        return f"shards are stored on {setup.offload_param}, and the cost of onloading them was not measured"
     if (rates.ranks, rates.ranks) != (setup.ranks, setup.on_a_node):
         return (
-            f"{rates.ranks} ranks of one machine were measured, and not {setup.ranks} with "
+            f"the profile measured {rates.ranks} ranks on one machine, not {setup.ranks} with "
             f"{setup.on_a_node} on each node"
         )
     if (rates.device == "cpu") != fit.ranks_on_cpu:
-        return f"ranks were measured on {rates.device}"
+        return f"the profile measured ranks on {rates.device}"
     return predict(gathering_work(fit, sizes, workload), profile)
 
 
@@ -181,7 +185,7 @@ def _fit(
 
 
 def _lacking(fit: ZeroFit, hardware: Hardware, on_a_node: int) -> str:
-    """What there is too little of; nothing where all fits."""
+    """Returns the shortage in words; empty if all fits."""
     held = fit.per_rank()
     if hardware.gpus and held["device"] > min(hardware.gpus):
         return f"{held['device']:,} B on a device of {min(hardware.gpus):,} B"

@@ -1,18 +1,18 @@
-"""What a model takes under ZeRO: bytes per rank and per node, for stages 0 to 3 and every offload. Pure data.
+"""Memory of a model under ZeRO: bytes per rank and node, for every stage and offload.
 
-With P trained parameters, N ranks and K bytes of optimizer state for each parameter, mixed precision takes on
-each device (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-figure 1):
+Pure data. With P trained parameters, N ranks, and K bytes of optimizer state for each parameter, mixed
+precision takes on each device (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020, figure 1):
 
-    stage 0   2 P + 2 P + K P            weights, gradients and optimizer states on every rank
+    stage 0   2 P + 2 P + K P            weights, gradients, and optimizer states on every rank
     stage 1   2 P + 2 P + K P / N        optimizer states sharded
-    stage 2   2 P + (2 + K) P / N        and gradients
-    stage 3   (2 + 2 + K) P / N          and weights
+    stage 2   2 P + (2 + K) P / N        gradients sharded, too
+    stage 3   (2 + 2 + K) P / N          weights sharded, too
 
-What is frozen has neither gradients nor optimizer states. Under stage 3 a packed row is sharded as its bytes,
-as elements of ZeRO's own dtype; each tensor and each row is padded to whole elements on every rank.
-Activations, gathered weights, buckets of communication and allocator slack are not model states and not
-counted.
+Frozen weights have neither gradients nor optimizer states. Under stage 3, a flat buffer of quantized weights
+is sharded as bytes, viewed as elements of ZeRO's own dtype. Each tensor and each flat buffer is padded to
+whole elements on every rank. Activations, gathered weights, communication buckets, and allocator slack are
+not model states and not counted.
 """
 
 from __future__ import annotations
@@ -39,29 +39,31 @@ DEVICES: tuple[ShardDevice, ...] = ("device", "cpu", "nvme")
 STAGES = (0, 1, 2, 3)
 
 OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 4, "momentum": 8, "adam": 12, "adam8bit": 6}
-"""Bytes of optimizer state for each trained parameter: a float32 master copy, and float32 (or 8-bit)
-moments.
+"""Bytes of optimizer state per trained parameter: float32 master copy, and moments.
+
+Moments are float32, or 8-bit for `adam8bit`.
 """
 
 SMALLEST_SWAPPED = 1 << 20
-"""Bytes: DeepSpeed (0.19) leaves a smaller shard in CPU memory where NVMe is asked for
-(swap_tensor/utils.py).
+"""Bytes of the smallest shard that DeepSpeed stores on NVMe.
+
+DeepSpeed 0.19 keeps smaller shards in CPU memory (swap_tensor/utils.py).
 """
 
 _DEFAULT_BUFFER = 100_000_000
-"""Elements of one of DeepSpeed's buffers, where it is not sized after the tensors."""
+"""Elements of one of DeepSpeed's buffers, unless it is sized after the tensors."""
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What ZeRO has to place.
+    """Weights that ZeRO has to place.
 
     Attributes:
-        quantized: The bytes of each packed row.
-        frozen: The elements of each frozen float tensor.
-        trained: The elements of each trained tensor.
-        itemsize: Bytes of an element of ZeRO's dtype: 2 for bfloat16 and float16.
-        is_sum: Whether these are sums over a model whose tensors are not known.
+        quantized: Bytes of the flat buffer of each quantized module.
+        frozen: Elements of each frozen float tensor.
+        trained: Elements of each trained tensor.
+        itemsize: Bytes per element of ZeRO's dtype: 2 for bfloat16 and float16.
+        is_sum: True if these are sums over a model whose tensors are unknown.
     """
 
     quantized: tuple[int, ...] = ()
@@ -73,19 +75,19 @@ class ModelStates:
 
 @dataclass(frozen=True)
 class ZeroSetup:
-    """How ZeRO is run.
+    """Settings of a ZeRO run.
 
     Attributes:
         stage: 0 to 3.
-        ranks: All ranks.
-        ranks_per_node: Those that share a node's memory and disk; None for all.
+        ranks: Number of all ranks.
+        ranks_per_node: Number of ranks that share a node's memory and disk; None for all.
         optimizer: A key of `OPTIMIZERS`.
-        gradient_nbytes: Bytes of one element of a gradient.
-        offload_param: Where weights rest, `none`, `cpu` or `nvme`; stage 3 only.
-        offload_optimizer: Where optimizer states rest; stages 1 to 3. Sharded gradients then rest in CPU
-            memory.
-        buffer_count: The most buffers that swap weights in from NVMe, each as large as the largest shard
-            there.
+        gradient_nbytes: Bytes per element of a gradient.
+        offload_param: Device of the weights: `none`, `cpu`, or `nvme`; stage 3 only.
+        offload_optimizer: Device of the optimizer states: `none`, `cpu`, or `nvme`; stages 1 to 3. From stage
+            2 on, gradients are then stored in CPU memory.
+        buffer_count: Maximum number of buffers that swap weights in from NVMe, each as large as the largest
+            shard there.
     """
 
     stage: int
@@ -99,44 +101,47 @@ class ZeroSetup:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise _refused("stage", self.stage, "0, 1, 2 or 3", "pass a stage of ZeRO")
+            raise _refused("stage", self.stage, "0, 1, 2, or 3", "Pass a stage of ZeRO.")
         if self.ranks < 1:
-            raise _refused("ranks", self.ranks, "at least 1", "pass the number of processes")
+            raise _refused("ranks", self.ranks, "at least 1", "Pass the number of processes.")
         if not 1 <= self.on_a_node <= self.ranks:
             raise _refused(
-                "ranks_per_node", self.on_a_node, f"1 to {self.ranks}", "pass the processes of one node"
+                "ranks_per_node",
+                self.on_a_node,
+                f"1 to {self.ranks}",
+                "Pass the number of processes of one node.",
             )
         if self.optimizer not in OPTIMIZERS:
-            fix = f"choose one of these.{nearest(self.optimizer, OPTIMIZERS)}"
+            fix = f"Choose one of these.{nearest(self.optimizer, OPTIMIZERS)}"
             raise _refused("optimizer", repr(self.optimizer), ", ".join(OPTIMIZERS), fix)
         for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
             device = getattr(self, name)
             if device not in ("none", "cpu", "nvme"):
-                raise _refused(name, repr(device), "none, cpu or nvme", "choose one of these")
+                raise _refused(name, repr(device), "none, cpu, or nvme", "Choose one of these.")
             if device != "none" and self.stage < least:
                 raise _refused(
                     name,
                     f"stage {self.stage}",
                     f"stage {least} or more",
-                    f"plan stage {least}, or leave {name} out",
+                    f"Plan stage {least}, or omit {name}.",
                 )
 
     @property
     def on_a_node(self) -> int:
-        """The ranks of one node."""
+        """Number of ranks on one node."""
         return self.ranks if self.ranks_per_node is None else self.ranks_per_node
 
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """What one rank holds.
+    """Memory of one rank.
 
     Attributes:
-        setup: How ZeRO is run.
-        parts: The bytes of each part (`quantized weights`, `frozen weights`, `trained weights`, `gradients`,
-            `optimizer states`, `swap buffers`) in each home that it uses, on the fullest rank.
-        largest_row_nbytes: Stage 3 gathers at least this on the device while it computes: its largest tensor
-            or row. 0 where nothing is gathered, and where tensors are not known.
+        setup: Settings of the run.
+        parts: Bytes of each part (`packed weights`, `frozen weights`, `trained weights`, `gradients`,
+            `optimizer states`, `swap buffers`) on each device that it uses, on the fullest rank.
+        largest_row_nbytes: Least bytes that stage 3 gathers on the device while it computes: its largest
+            tensor or flat buffer. 0 if nothing is gathered, and if tensors are unknown.
     """
 
     setup: ZeroSetup
@@ -144,15 +149,15 @@ class ZeroMemory:
     largest_row_nbytes: int
 
     def per_rank(self) -> dict[ShardDevice, int]:
-        """The bytes of one rank in each home."""
+        """Returns the bytes of one rank on each device."""
         return {device: sum(devices.get(device, 0) for devices in self.parts.values()) for device in DEVICES}
 
     def per_node(self) -> dict[ShardDevice, int]:
-        """The bytes of all ranks of one node in each home (`device`: of all of its devices together)."""
+        """Returns the bytes of all ranks of one node on each device; `device` is all its devices."""
         return {device: nbytes * self.setup.on_a_node for device, nbytes in self.per_rank().items()}
 
     def to_dict(self) -> dict:
-        """The estimate as JSON-ready data."""
+        """Returns the estimate as JSON-ready data."""
         return {
             "stage": self.setup.stage,
             "per_rank": self.per_rank(),
@@ -163,25 +168,26 @@ class ZeroMemory:
 
 
 def shard_numel(nbytes: int, ranks: int, itemsize: int = 2) -> int:
-    """The elements of ZeRO's dtype that each rank holds of so many bytes: the row is padded to a multiple of
-    ranks × itemsize.
+    """Returns the elements of ZeRO's dtype in each rank's shard of `nbytes` bytes.
+
+    The flat buffer is padded to a multiple of ranks × itemsize.
     """
     return -(-nbytes // (ranks * itemsize))
 
 
 def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
-    """The bytes that each rank holds of a model's states.
+    """Returns the bytes that each rank holds of a model's states.
 
     Args:
         states: The model's weights.
-        setup: How ZeRO is run.
+        setup: Settings of the run.
 
     Raises:
-        PlacementError: Something is trained, and there is no optimizer.
+        PlacementError: Weights are trained, but there is no optimizer.
     """
     if setup.optimizer == "none" and states.trained:
         raise _refused(
-            "optimizer", "none", "an optimizer, for what is trained", "name the optimizer, or train nothing"
+            "optimizer", "none", "an optimizer for trained weights", "Pass an optimizer, or train nothing."
         )
     shards = setup.ranks if setup.stage == 3 else 1
     frozen = [numel * states.itemsize for numel in states.frozen]
@@ -209,8 +215,9 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
 
 
 def _trained_shards(states: ModelStates, setup: ZeroSetup) -> tuple[int, int]:
-    """The elements of gradients, and of optimizer states, that a rank holds: flat in stages 1 and 2, by
-    tensor in stage 3.
+    """Returns the elements of gradients, and of optimizer states, that a rank holds.
+
+    They are flat in stages 1 and 2, and per tensor in stage 3.
     """
     total = sum(states.trained)
     if setup.stage == 3:
@@ -221,7 +228,7 @@ def _trained_shards(states: ModelStates, setup: ZeroSetup) -> tuple[int, int]:
 
 
 def _buffers(swapped: list[int], states: ModelStates, count: int) -> int:
-    """The bytes of the buffers for these shards."""
+    """Returns the bytes of the swap buffers for these shards."""
     largest = max(swapped, default=0)
     if states.is_sum:
         return count * min(largest, _DEFAULT_BUFFER * states.itemsize)
@@ -229,7 +236,10 @@ def _buffers(swapped: list[int], states: ModelStates, count: int) -> int:
 
 
 def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[ShardDevice, int]:
-    """The bytes of these shards in each home; those too small for NVMe rest in CPU memory."""
+    """Returns the bytes of these shards on each device.
+
+    Shards too small for NVMe stay in CPU memory.
+    """
     devices: dict[ShardDevice, int] = {}
     for nbytes in shards:
         device: ShardDevice = "device"

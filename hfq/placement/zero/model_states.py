@@ -1,5 +1,6 @@
-"""What a checkpoint's headers say of the weights that ZeRO has to place: packed rows, float tensors, and LoRA
-beside them.
+"""Weights that ZeRO has to place, counted from file headers.
+
+They are flat buffers of quantized modules, float tensors, and LoRA adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hfq.tensor_spec import DTYPE_BITS, TensorInfo, segment_layout
 __all__ = ["count_states"]
 
 _NO_ADAPTER = re.compile(r"^(lm_head|wte|wpe|.*embed.*)$")
-"""PEFT's "all-linear" takes every linear layer but the output embedding."""
+"""PEFT's "all-linear" covers every linear layer except the output embedding."""
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -32,19 +33,19 @@ def count_states(
     trains_unquantized: bool = False,
     itemsize: int = 2,
 ) -> ModelStates:
-    """Counts what ZeRO places, from headers alone.
+    """Counts the weights that ZeRO places, from headers only.
 
     Args:
-        checkpoint: The checkpoint, packed or not.
-        lora_rank: The rank of LoRA adapters, which are then all that is trained.
-        targets: Modules with an adapter, by name or its end, as PEFT's `target_modules`; none for every
-            linear layer.
-        trains_unquantized: Whether the float tensors are trained.
-        itemsize: Bytes of an element of ZeRO's dtype, to which float tensors are cast.
+        checkpoint: The checkpoint, quantized or not.
+        lora_rank: Rank of LoRA adapters, which then are the only trained weights; None for no adapters.
+        targets: Modules with an adapter, by full name or its last parts, like PEFT's `target_modules`; empty
+            for every linear layer.
+        trains_unquantized: True if float tensors are trained.
+        itemsize: Bytes per element of ZeRO's dtype, to which float tensors are cast.
 
     Raises:
-        FormatError: The config contradicts the tensors, or the dialect is not read.
-        PlacementError: A target matches nothing, or headers do not tell the size of a targeted layer.
+        FormatError: The config contradicts the tensors, or the format is unsupported.
+        PlacementError: A target matches nothing, or headers do not tell the size of a target layer.
     """
     modules = tensors_by_module(checkpoint.tensors)
     try:
@@ -63,7 +64,7 @@ def count_states(
 
 
 def _numel(info: TensorInfo, itemsize: int) -> int:
-    """The elements of a tensor in ZeRO's dtype; what is no float keeps its bytes."""
+    """Returns the elements of a tensor in ZeRO's dtype; other dtypes keep their bytes."""
     return info.numel if info.dtype in _FLOATS else -(-info.nbytes // itemsize)
 
 
@@ -81,7 +82,7 @@ def _adapters(
                 "A LoRA target matches no linear layer of the checkpoint.",
                 expected=", ".join(sorted(ends)),
                 found=f"{target!r}.{nearest(target, ends)}",
-                fix="correct the target",
+                fix="Use one of the expected names.",
             )
     chosen = [name for name in linear if _matches(name, targets)]
     sizes = [_size(name, formats.get(name), linear[name]) for name in chosen]
@@ -99,7 +100,7 @@ def _is_matrix(tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def _size(name: str, found: Format | None, tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """(out, in) of a layer."""
+    """Returns (out, in) of a layer."""
     if found is None:
         out, into = tensors["weight"].shape
         return out, into
@@ -120,6 +121,6 @@ def _size(name: str, found: Format | None, tensors: Mapping[str, TensorInfo]) ->
             tensor=name,
             expected="codes in the shape of their layer",
             found=found.describe(),
-            fix="give the number of trained parameters with --trainable in place of --lora-rank",
+            fix="Pass the number of trained parameters with --trainable instead of --lora-rank.",
         )
     return out, into

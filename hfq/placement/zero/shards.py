@@ -1,5 +1,6 @@
-"""How the rows of a model are cut into ZeRO-3 shards, and which bytes of which files each rank reads: pure
-data.
+"""ZeRO-3 shards of a model's flat buffers, and the byte ranges that each rank reads.
+
+Pure data.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ class ShardRead:
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """One parameter that ZeRO-3 cuts into equal shards, one for each rank; the last is padded.
+    """One parameter that ZeRO-3 cuts into equal shards, one per rank; the last is padded.
 
     Attributes:
-        name: The parameter's name in the model.
-        nbytes: Its bytes as stored: a whole packed row with the gaps between its segments, or one dense
+        name: Parameter name in the model.
+        nbytes: Stored bytes: a whole flat buffer with the gaps between its segments, or one unquantized
             tensor.
-        itemsize: Bytes of one element: of the dtype that ZeRO runs in for a packed row, of the stored dtype
-            for a dense tensor.
-        parts: (offset in the row, where those bytes lie), in the order of the row.
-        is_quantized: Whether its elements are packed bytes.
+        itemsize: Bytes per element: of the dtype that ZeRO runs in for a flat buffer, of the stored dtype for
+            an unquantized tensor.
+        parts: (offset in the flat buffer, byte range in a file), in the order of the buffer.
+        is_quantized: True if its elements are bytes of a quantized module.
     """
 
     name: str
@@ -44,24 +45,24 @@ class FlatParameter:
 
     @property
     def numel(self) -> int:
-        """The elements of the whole row."""
+        """Elements of the whole parameter."""
         return self.nbytes // self.itemsize
 
     def shard_numel(self, world: int) -> int:
-        """The elements of each rank's shard, padding included."""
+        """Returns the elements of each rank's shard, padding included."""
         return -(-self.numel // world)
 
     def shard_nbytes(self, world: int) -> int:
-        """The stored bytes of each rank's shard, padding included."""
+        """Returns the stored bytes of each rank's shard, padding included."""
         return self.shard_numel(world) * self.itemsize
 
     def bounds(self, rank: int, world: int) -> tuple[int, int]:
-        """The bytes of the row from and to which a rank's shard reaches, without padding."""
+        """Returns the first byte of a rank's shard, and the byte after its last, without padding."""
         size = self.shard_nbytes(world)
         return min(rank * size, self.nbytes), min((rank + 1) * size, self.nbytes)
 
     def reads(self, rank: int, world: int) -> tuple[ShardRead, ...]:
-        """What a rank reads of the files: its own bytes and no others."""
+        """Returns the reads of a rank: only bytes of its own shard."""
         start, stop = self.bounds(rank, world)
         found = []
         for offset, source in self.parts:
@@ -75,13 +76,13 @@ class FlatParameter:
 def flat_parameter(
     name: str, infos: Mapping[str, TensorInfo], layout: tuple[Mapping[str, Segment], int], itemsize: int
 ) -> FlatParameter:
-    """The row of a packed module.
+    """Returns the flat parameter of a quantized module.
 
     Args:
-        name: The parameter's name in the model.
-        infos: Where the module's tensors are stored, by local name.
-        layout: The segments of the row and its bytes, as `segment_layout` gives them.
-        itemsize: Bytes of one element of the dtype that ZeRO runs in; divides 16.
+        name: Parameter name in the model.
+        infos: Stored tensors of the module, by local name.
+        layout: Segments of the flat buffer and its bytes, from `segment_layout`.
+        itemsize: Bytes per element of the dtype that ZeRO runs in; divides 16.
     """
     segments, nbytes = layout
     parts = tuple(
@@ -92,14 +93,14 @@ def flat_parameter(
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """All rows of a model, as they are cut for the ranks of one run.
+    """All flat parameters of a model, as cut for the ranks of one run.
 
     Attributes:
         parameters: In the order of the model's parameters.
         rank: This rank.
-        world: How many ranks there are.
-        shard_device: Where shards rest: `device`, `cpu`, or `nvme`.
-        settings: What else all ranks must agree on: {what it is: its value}.
+        world: Number of ranks.
+        shard_device: Device of the shards: `device`, `cpu`, or `nvme`.
+        settings: {label: value} of further settings that must be equal on all ranks.
     """
 
     parameters: tuple[FlatParameter, ...]
@@ -110,24 +111,26 @@ class ZeroPlan:
 
     @property
     def quantized_nbytes(self) -> int:
-        """The bytes of all packed rows."""
+        """Bytes of the flat buffers of all quantized modules."""
         return sum(flat.nbytes for flat in self.parameters if flat.is_quantized)
 
     @property
     def quantized_shard_nbytes(self) -> int:
-        """The bytes of packed rows that each rank keeps: every row divided by the ranks, and rounded up to an
-        element.
+        """Bytes of quantized weights that each rank keeps.
+
+        Every flat buffer is divided by the ranks and rounded up to an element.
         """
         return sum(flat.shard_nbytes(self.world) for flat in self.parameters if flat.is_quantized)
 
     def read_nbytes(self, is_quantized: bool) -> int:
-        """The stored bytes of all packed rows, or of all dense ones, that are this rank's."""
+        """Returns the stored bytes of this rank: of quantized modules, or of unquantized tensors."""
         parameters = (flat for flat in self.parameters if flat.is_quantized == is_quantized)
         return sum(read.source.nbytes for flat in parameters for read in flat.reads(self.rank, self.world))
 
     def digests(self) -> dict[str, str]:
-        """{what it is: a digest of it} of everything that ranks must agree on; the same in every process and
-        on every node.
+        """Returns {label: digest} of all settings that ranks must share.
+
+        Equal settings have equal digests in every process and on every node.
         """
         files = sorted(
             {source.file.replace("\\", "/") for flat in self.parameters for _, source in flat.parts}
@@ -152,24 +155,24 @@ class ZeroPlan:
 
 
 def check_same_plan(digests: Iterable[Mapping[str, str]]) -> None:
-    """Compares what the ranks have planned, before any of them takes part in another collective.
+    """Compares the plans of all ranks, before any rank enters another collective.
 
     Args:
-        digests: `ZeroPlan.digests` of every rank, in the order of the ranks.
+        digests: `ZeroPlan.digests` of every rank, in rank order.
 
     Raises:
-        PlacementError: Names the first rank that differs from rank 0, and in what.
+        PlacementError: Names the first rank that differs from rank 0, and the differences.
     """
     first, *others = digests
     for rank, found in enumerate(others, start=1):
         differing = [what for what in {**first, **found} if first.get(what) != found.get(what)]
         if differing:
             raise PlacementError(
-                "The ranks of this run do not mean the same model. Nothing was loaded.",
+                "The ranks of this run plan different models. Nothing was loaded.",
                 rank=rank,
-                expected="what rank 0 has",
+                expected="the plan of rank 0",
                 found=f"a difference in: {', '.join(differing)}",
-                fix="give all ranks the same files, config, options and package versions",
+                fix="Give all ranks the same files, config, options, and package versions.",
             )
 
 

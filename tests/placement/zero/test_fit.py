@@ -53,5 +53,5 @@ def test_the_way_out_of_what_does_not_fit_fits():
 
 
 def test_a_rank_needs_an_accelerator_of_its_own():
-    with pytest.raises(PlacementError, match="fewer accelerators than ranks"):
+    with pytest.raises(PlacementError, match="A node has fewer accelerators than ranks"):
         fit(Hardware((512 * MIB,), 0))
