@@ -1,4 +1,7 @@
-"""The `hfq` command: one file per verb. Nothing here imports torch before a verb runs that needs it."""
+"""The `hfq` command: one file per verb.
+
+No module imports torch before a verb runs that needs it.
+"""
 
 from hfq.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`hfq compare A B`: whether two checkpoints, or two placements of one, are the same model."""
+"""`hfq compare A B`: checks whether two checkpoints or placements are the same model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfq.cli.fitting_table import FittingTable, wide_console
 from hfq.cli.model_argument import model_folder
+from hfq.cli.typed_options import parse_device_map
 
 if TYPE_CHECKING:
     from hfq.evaluation.compare import Comparison
@@ -24,7 +26,7 @@ _MOST_ROWS = 40
 def compare(
     first: Annotated[str, typer.Argument(metavar="A", help="Folder or Hub id of a checkpoint.")],
     second: Annotated[
-        str, typer.Argument(metavar="B", help="Another one, or the same one to compare two placements.")
+        str, typer.Argument(metavar="B", help="Folder or Hub id of another checkpoint, or A again.")
     ],
     revision_a: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of A on the Hub.")
@@ -33,18 +35,20 @@ def compare(
         str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of B on the Hub.")
     ] = None,
     device_map_a: Annotated[
-        str, typer.Option(metavar="MAP", help="Of A: cpu, disk, auto, cuda:0, or a device map as JSON.")
+        str, typer.Option(metavar="MAP", help="Device map of A: cpu, disk, auto, cuda:0, or JSON.")
     ] = "cpu",
-    device_map_b: Annotated[str, typer.Option(metavar="MAP", help="Of B.")] = "cpu",
+    device_map_b: Annotated[
+        str, typer.Option(metavar="MAP", help="Device map of B: cpu, disk, auto, cuda:0, or JSON.")
+    ] = "cpu",
     text: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Text whose first tokens are the prompt; by default fixed random ids."
+            metavar="FILE", help="Text whose first tokens are the prompt (default: fixed random tokens)."
         ),
     ] = None,
-    logits: Annotated[bool, typer.Option(help="Also run both models on the prompt.")] = True,
+    logits: Annotated[bool, typer.Option(help="Compare the logits of both models on the prompt.")] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON, with the sha256 of every tensor.")
+        bool, typer.Option("--json", help="Print JSON, with the SHA-256 of every tensor.")
     ] = False,
 ) -> None:
     """Compares two models by bytes, numbers, and logits.
@@ -55,6 +59,8 @@ def compare(
     from hfq.evaluation.compare import compare as run
 
     try:
+        parse_device_map(device_map_a, "--device-map-a")
+        parse_device_map(device_map_b, "--device-map-b")
         folders = model_folder(first, revision_a), model_folder(second, revision_b)
         found = run(*folders, device_map_a=device_map_a, device_map_b=device_map_b, text=text, logits=logits)
     except HfqError as error:
@@ -70,19 +76,16 @@ def compare(
 
 
 def _print(found: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False, highlight=False)
+    console = wide_console(130)
     console.print(f"A: {found.first}\nB: {found.second}\n{found.verdict}")
     console.print(f"{found.identical} of {found.weights} weights have the same bytes")
     if found.differences:
-        table = Table("weight", "B is", "A", "B", "max abs", "relative L2")
+        table = FittingTable("weight", "B is", "A", "B", "max abs", "relative L2")
         for each in found.differences[:_MOST_ROWS]:
             apart = each.distance
             numbers = ("-", "-") if apart is None else (f"{apart.max_abs:.3e}", f"{apart.relative_l2:.3e}")
             table.add_row(each.name, each.kind, each.first or "-", each.second or "-", *numbers)
-        Console(width=max(console.width, 130), markup=False).print(table)
+        console.print(table)
         kinds = Counter(each.kind for each in found.differences)
         console.print(
             f"{len(found.differences)} differ: "
@@ -90,7 +93,7 @@ def _print(found: Comparison) -> None:
         )
     if found.logits is not None:
         logits = found.logits
-        equal = "bit-equal" if logits.is_equal else "not bit-equal"
+        equal = "bit-identical" if logits.is_equal else "not bit-identical"
         console.print(
             f"logits of {logits.tokens} tokens: {equal}, max abs {logits.max_abs:.3e}, relative L2 "
             f"{logits.relative_l2:.3e}, "

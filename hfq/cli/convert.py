@@ -1,4 +1,4 @@
-"""`hfq convert MODEL OUT --to FORMAT`: the same numbers in another format, or an error."""
+"""`hfq convert MODEL OUT --to FORMAT`: writes the same weights in another format."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ def convert(
     model: Model,
     out: Out,
     to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="gptq, gptq_v2, pack-quantized, fp8, or float-quantized.")
+        str,
+        typer.Option(
+            metavar="FORMAT", help="Target format: gptq, gptq_v2, pack-quantized, fp8, or float-quantized."
+        ),
     ],
     revision: Revision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
-    """Rewrites a checkpoint in a format that holds the same numbers, and checks every layer."""
+    """Rewrites a checkpoint in another format without changing any weight, and checks every layer."""
     from hfq.checkpoint import Checkpoint
 
     report = _convert(Checkpoint.open(model_folder(model, revision)), out, to)
@@ -34,11 +37,11 @@ def convert(
         print(json.dumps({"path": out, "to": to, **asdict(report)}, indent=2))
         return
     print(
-        f"{out}: {report.layers} layers as {to}, each read back bit-equal; {report.files} files, "
+        f"{out}: {report.layers} layers as {to}, each read back bit-identical; {report.files} files, "
         f"{report.nbytes:,} bytes"
     )
     if report.left_out:
-        print(f"left out: {', '.join(map(ascii, report.left_out))}")
+        print(f"not copied: {', '.join(map(ascii, report.left_out))}")
 
 
 def _convert(source: Checkpoint, out: str, to: str) -> ConvertReport:

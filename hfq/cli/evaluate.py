@@ -1,4 +1,4 @@
-"""`hfq evaluate MODEL… --text FILE`: quality of checkpoints against their size."""
+"""`hfq evaluate MODEL… --text FILE`: measures the quality of checkpoints against their size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfq.cli.fitting_table import FittingTable, wide_console
 from hfq.cli.model_argument import model_folder
+from hfq.cli.typed_options import check_dtype, parse_device_map
 
 if TYPE_CHECKING:
     from hfq.evaluation.evaluate import Quality
@@ -21,7 +23,7 @@ _HEADER = (
     "checkpoint",
     "format",
     "bits/weight",
-    "bits/packed weight",
+    "bits/quantized weight",
     "bytes",
     "perplexity",
     "KL mean",
@@ -30,48 +32,44 @@ _HEADER = (
     "seconds",
 )
 _NOTE = (
-    "Perplexity: exp of the mean negative log-likelihood of a token. KL(reference || checkpoint) of the next "
-    "token, in nats, and the "
-    "share of tokens for which both hold the same one likeliest. Bits per weight: all stored tensors over "
-    "all weights, and packed "
-    "layers (codes, scales, zero points, indices, biases) over their own. Bytes: the safetensors files. "
-    "Seconds: forwards and scores, "
-    "without loading."
+    "Perplexity: exp of the mean negative log-likelihood of a token. KL: divergence of the next token, "
+    "KL(reference || checkpoint), in nats. Top-1: share of tokens for which both models predict the same "
+    "token. Bits per weight: bits of all stored tensors per weight. Bits per quantized weight: bits of "
+    "quantized layers (codes, scales, zero points, indices, biases) per weight in them. Bytes: size of the "
+    "safetensors files. Seconds: forward passes and scores, without loading."
 )
 
 
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL...", help="Folders or Hub ids of checkpoints, each with its tokenizer."),
+    typer.Argument(metavar="MODEL...", help="Folders or Hub ids of checkpoints, each with a tokenizer."),
 ]
-Text = Annotated[Path, typer.Option(metavar="FILE", help="Text in UTF-8.")]
+Text = Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text to measure perplexity on.")]
 Revision = Annotated[
     str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of every MODEL on the Hub.")
 ]
 Reference = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="Model to compare with, for example the unquantized one."),
+    typer.Option(metavar="MODEL", help="Model to measure divergence from, for example the unquantized one."),
 ]
 ReferenceRevision = Annotated[
     str | None,
     typer.Option(metavar="REVISION", help="Branch, tag, or commit of the reference on the Hub."),
 ]
 MaxSeqLength = Annotated[
-    int | None, typer.Option(help="Tokens per window; by default 512, or what the models support.")
+    int | None, typer.Option(help="Tokens per window (default: 512, or fewer if a model requires it).")
 ]
 Stride = Annotated[
-    int | None, typer.Option(help="Tokens between the starts of windows; by default they do not overlap.")
+    int | None, typer.Option(help="Tokens between the starts of two windows (default: no overlap).")
 ]
 BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
-DeviceMap = Annotated[
-    str, typer.Option(metavar="MAP", help="cpu, disk, auto, cuda:0, or a device map as JSON.")
-]
-Dtype = Annotated[str, typer.Option(help="Of activations: float32, bfloat16, float16, or auto.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")]
+DeviceMap = Annotated[str, typer.Option(metavar="MAP", help="Device map: cpu, disk, auto, cuda:0, or JSON.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of activations: float32, bfloat16, float16, or auto.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutputDir = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Also write evaluation.md, evaluation.json, and evaluation.png here."
+        metavar="FOLDER", help="Folder to write evaluation.md, evaluation.json, and evaluation.png into."
     ),
 ]
 
@@ -93,6 +91,8 @@ def evaluate(
     """Measures perplexity, divergence from a reference, bits per weight, size, and time of checkpoints."""
     from hfq.evaluation.evaluate import evaluate
 
+    parse_device_map(device_map)
+    check_dtype(dtype)
     folders = [model_folder(model, revision) for model in models]
     names = dict(zip(folders, models, strict=True))
     known = None if reference is None else model_folder(reference, reference_revision)
@@ -152,7 +152,7 @@ def _report(rows: list[Quality], text: Path, device_map: str, dtype: str) -> Rep
 
 
 def _names(rows: list[Quality]) -> list[str]:
-    """The folders' names; whole paths where two have the same."""
+    """Returns the names of the folders; full paths where two names are equal."""
     short = [Path(row.path).resolve().name for row in rows]
     return [name if short.count(name) == 1 else row.path for name, row in zip(short, rows, strict=True)]
 
@@ -177,11 +177,7 @@ def _cells(name: str, row: Quality) -> list[str]:
 
 
 def _print(rows: list[Quality]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*_HEADER, title=f"{rows[0].score.tokens:,} scored tokens")
+    table = FittingTable(*_HEADER, title=f"{rows[0].score.tokens:,} scored tokens")
     for name, row in zip(_names(rows), rows, strict=True):
         table.add_row(*_cells(name, row))
-    console = Console(markup=False)
-    Console(width=max(console.width, 150), markup=False).print(table)
+    wide_console(150).print(table)

@@ -1,5 +1,6 @@
-"""`hfq formats`: the dialects that hfq reads, from the registry; with `--markdown` the page
-docs/reference/formats.md.
+"""`hfq formats`: lists format variants from the registry.
+
+With `--markdown` it prints the page docs/reference/formats.md.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hfq.cli.fitting_table import FittingTable
 
 if TYPE_CHECKING:
     from hfq.formats import FormatVariant
@@ -49,12 +52,11 @@ A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_pr
 
 def formats(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the page docs/reference/formats.md.")
+        bool, typer.Option("--markdown", help="Print the formats page of the documentation.")
     ] = False,
 ) -> None:
     """Lists the formats that hfq reads, and those that it recognizes and does not support."""
     from rich.console import Console
-    from rich.table import Table
 
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
@@ -62,17 +64,17 @@ def formats(
     if markdown:
         print(as_markdown(), end="")
         return
-    table = Table("variant", "format", "tensors", "written by")
+    table = FittingTable("variant", "format", "tensors", "written by")
     for name, cls in FORMATS.items():
         for variant in cls.variants:
             table.add_row(variant.name, name, variant.tensors, variant.writers)
     console = Console(markup=False)
     console.print(table)
-    console.print(f"refused by name: {', '.join(REFUSED)}")
+    console.print(f"unsupported: {', '.join(REFUSED)}")
 
 
 def as_markdown() -> str:
-    """The text of docs/reference/formats.md."""
+    """Returns the text of docs/reference/formats.md."""
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
 

@@ -1,4 +1,4 @@
-"""`hfq inspect MODEL`: what a checkpoint holds, from its headers alone."""
+"""`hfq inspect MODEL`: shows the contents of a checkpoint, from its headers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfq.cli.fitting_table import FittingTable
 from hfq.cli.model_argument import Model, Revision, model_headers
 
 if TYPE_CHECKING:
@@ -27,13 +28,16 @@ def inspect(
     model: Model,
     revision: Revision = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Show which kernel runs on this CPU, and why no other does.")
+        bool,
+        typer.Option(
+            "--kernels", help="Show the kernel of each format on this CPU, and why others do not run."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every module.")] = False,
 ) -> None:
     """Shows the format of each module, bits per weight, bytes per layer, alignment, and anything unusual.
 
-    Of a model on the Hub only headers are fetched.
+    For a model on the Hub, only headers are downloaded.
     """
     from hfq.checkpoint import Checkpoint
 
@@ -46,12 +50,12 @@ def inspect(
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
-    """The report as JSON-ready data; reads nothing but headers and JSON.
+    """Returns the report as JSON-ready data, from headers and JSON files only.
 
     Args:
-        checkpoint: What to report on.
-        kernels: Whether to tell of each module why a kernel does not multiply by it, None for the one that
-            does; on first use this compiles.
+        checkpoint: Checkpoint to report on.
+        kernels: True to report for each module {kernel: reason why it does not run}, with None for the kernel
+            that runs. The first use compiles the C++ kernel.
 
     Raises:
         FormatError: The config contradicts the tensors.
@@ -69,9 +73,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
     packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
     for entry in packed if kernels else ():
         entry["kernels"] = _kernels(formats[entry["module"]], modules[entry["module"]])
-    counted = [
-        entry for entry in packed if entry["weights"]
-    ]  # headers alone do not tell the bits of every dialect
+    counted = [entry for entry in packed if entry["weights"]]  # headers do not tell the bits of every format
     weights = sum(entry["weights"] for entry in counted)
     per_layer: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
@@ -110,15 +112,15 @@ def _kernels(found: Format, tensors: dict[str, TensorInfo]) -> dict[str, str | N
     from hfq.kernels.registry import explain_kernels
 
     try:
-        # of what is described, shapes are enough
+        # shapes are enough here
         out_features, in_features = found.shape(tensors)  # type: ignore[arg-type]
     except (KeyError, ValueError, TypeError, AttributeError):
-        out_features, in_features = 0, 0  # flattened: only the model tells
+        out_features, in_features = 0, 0  # flattened: only the model has the sizes
     return explain_kernels("auto", found, in_features, out_features)
 
 
 def _alignment(tensors: Iterable[TensorInfo]) -> dict[str, int]:
-    """How many tensors start on a multiple of so many bytes of their file (each counted at its largest)."""
+    """Returns {alignment in bytes: number of tensors}, each tensor at its largest alignment."""
     found: Counter[str] = Counter()
     for info in tensors:
         found[
@@ -134,14 +136,13 @@ def _oddities(modules: dict[str, dict[str, TensorInfo]], formats: dict[str, Form
         if name.rpartition(".")[2] == "lm_head":
             known["quantized lm_head"].append(name)
         if "bias" in modules[name]:
-            known["packed modules with a bias"].append(name)
-    notes = [f"{len(split)} modules have their tensors in more than one file, as {split[0]}"] if split else []
-    return notes + [f"{what}: {len(names)}, as {names[0]}" for what, names in known.items()]
+            known["quantized modules with a bias"].append(name)
+    notes = [f"{len(split)} modules have tensors in more than one file, such as {split[0]}"] if split else []
+    return notes + [f"{what}: {len(names)}, such as {names[0]}" for what, names in known.items()]
 
 
 def _print(report: dict) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(markup=False, highlight=False)
     console.print(f"{report['path']}  quant_method={report['quant_method']}")
@@ -149,16 +150,16 @@ def _print(report: dict) -> None:
     console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")
     bits = report["bits_per_quantized_weight"]
     console.print(
-        f"packed {report['quantized_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense "
-        f"{report['unquantized_nbytes']:,} B"
+        f"quantized {report['quantized_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), "
+        f"unquantized {report['unquantized_nbytes']:,} B"
     )
-    table = Table("format", "modules", "bits per weight", "bytes")
+    table = FittingTable("format", "modules", "bits per weight", "bytes")
     for variant, count in report["formats"].items():
         entries = [entry for entry in report["modules"] if entry["format"] == variant]
         nbytes, weights = sum(e["nbytes"] for e in entries), sum(e["weights"] for e in entries)
         table.add_row(variant, str(count), f"{nbytes * 8 / weights:.3f}" if weights else "?", f"{nbytes:,}")
     console.print(table)
-    layers = Table("where", "bytes")
+    layers = FittingTable("layer", "bytes")
     for where, nbytes in report["nbytes_by_layer"].items():
         layers.add_row(where, f"{nbytes:,}")
     console.print(layers)

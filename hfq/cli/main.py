@@ -185,14 +185,14 @@ def _add(verb: Verb, name: str | None = None) -> None:
 for _verb in VERBS:
     _add(_verb)
     if _verb.name == "doctor":
-        _add(_verb, "env")  # transformers' word for the part of it that looks at the machine
+        _add(_verb, "env")  # the name that transformers uses for its own check of a machine
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
-    """Runs the command; an `HfqError` is printed without a traceback, and the exit status is 1.
+    """Runs the command; an `HfqError` prints without a traceback and exits with status 1.
 
     Args:
-        arguments: The verb and its options; those of the process by default.
+        arguments: The verb and its options; None for those of the process.
         program: Name of the command in help and messages.
     """
     try:

@@ -26,7 +26,7 @@ Revision = Annotated[
 def model_headers(model: str, revision: str | None = None) -> Iterator[FoundCheckpoint]:
     """A context manager that yields a folder with the headers of a model.
 
-    Of a model that is only on the Hub, headers are fetched. Standard error says how many bytes.
+    For a model on the Hub, only headers are downloaded. Standard error reports how many bytes.
 
     Args:
         model: Folder or Hub id.
@@ -46,7 +46,9 @@ def model_headers(model: str, revision: str | None = None) -> Iterator[FoundChec
 
 
 def model_folder(model: str, revision: str | None = None) -> str:
-    """Returns the folder of a model with its weights; a model on the Hub is downloaded into the Hub's cache.
+    """Returns the folder of a model with its weights.
+
+    A model on the Hub is downloaded into the Hub's cache.
 
     Args:
         model: Folder or Hub id.

@@ -1,4 +1,4 @@
-"""`hfq plot FILE…`: charts, and one HTML page, of JSON results."""
+"""`hfq plot FILE…`: draws charts of JSON results, and one HTML page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def plot(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON of hfq.report(model).save(FILE), hfq plan, hfq evaluate, or a benchmark.",
+            help="JSON from hfq.report(model).save(FILE), hfq plan, hfq evaluate, or a benchmark.",
         ),
     ],
-    output_dir: Annotated[Path, typer.Option(help="Folder to write into.", metavar="FOLDER")] = Path(
+    output_dir: Annotated[Path, typer.Option(help="Folder for the charts.", metavar="FOLDER")] = Path(
         "hfq-plots"
     ),
     html: Annotated[

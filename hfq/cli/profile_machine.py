@@ -1,4 +1,4 @@
-"""`hfq profile-machine`: measures this machine once, so that `hfq plan` and `hfq.report` can predict."""
+"""`hfq profile-machine`: measures this machine for `hfq plan` and `hfq.report`."""
 
 from __future__ import annotations
 
@@ -20,28 +20,24 @@ __all__ = ["profile_machine"]
 def profile_machine(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Also measure products with the layers of this checkpoint."),
+        typer.Argument(metavar="MODEL", help="Checkpoint whose layers are measured, too."),
     ] = None,
     revision: Revision = None,
     folder: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder on the disk to measure; by default in the user's cache. Needs 1 GiB for a while."
-        ),
+        typer.Option(help="Folder on the disk to measure, with 1 GiB free (default: user cache)."),
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the profile here; by default where hfq plan looks for it."),
+        typer.Option(metavar="FILE", help="File for the profile (default: the file that hfq plan reads)."),
     ] = None,
     num_processes: Annotated[
         int,
-        typer.Option(
-            min=0, metavar="N", help="Also measure steps under ZeRO-3 with N local processes; 0 for none."
-        ),
+        typer.Option(min=0, metavar="N", help="Local processes for measuring ZeRO-3 steps; 0 for none."),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: check that it works. The profile is not written.")
+        bool, typer.Option("--quick", help="Test with small sizes, without writing the profile.")
     ] = False,
 ) -> None:
     """Measures disk, memory, link, and products of this machine, and writes a profile."""
@@ -61,7 +57,7 @@ def profile_machine(
         print(profile.to_json())
     else:
         _print(profile)
-    _say(f"written to {target}" if is_written else "a quick run: nothing is written")
+    _say(f"written to {target}" if is_written else "quick run: no profile was written")
 
 
 def _say(text: str) -> None:
@@ -83,9 +79,8 @@ def _print(profile: Profile) -> None:
         )
     fixed, per_layer = profile.load_seconds
     print(
-        f"a step costs {profile.step_seconds * 1e3:.2f} ms, a layer {profile.layer_seconds * 1e3:.2f} ms "
-        f"beside its products, a block "
-        f"that is streamed {profile.block_seconds * 1e3:.2f} ms beside its bytes"
+        f"fixed costs: {profile.step_seconds * 1e3:.2f} ms per step, {profile.layer_seconds * 1e3:.2f} ms "
+        f"per layer, {profile.block_seconds * 1e3:.2f} ms per onloaded unit"
     )
     for what, beside in (("the disk", profile.beside_disk), ("the page cache", profile.beside_cached)):
         print(
@@ -95,8 +90,7 @@ def _print(profile: Profile) -> None:
     if (zero3 := profile.zero3) is not None:
         print(
             f"{zero3.ranks} ranks under ZeRO-3: gathers {zero3.gathering / 1e9:.2f} GB/s on each, products "
-            f"take {zero3.slowdown:.2f} "
-            f"times as long, a step costs {zero3.step_seconds * 1e3:.2f} ms and a layer "
-            f"{zero3.layer_seconds * 1e3:.2f} ms beside"
+            f"take {zero3.slowdown:.2f} times as long, fixed costs {zero3.step_seconds * 1e3:.2f} ms per "
+            f"step and {zero3.layer_seconds * 1e3:.2f} ms per layer"
         )
-    print(f"a load costs {fixed:.2f} s, and {per_layer * 1e3:.1f} ms a layer, beside its bytes")
+    print(f"fixed costs of a load: {fixed:.2f} s, and {per_layer * 1e3:.1f} ms per layer")

@@ -13,7 +13,7 @@ _DELAY_SECONDS = 2.0
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Shows a bar after two seconds, on a terminal alone, until the block ends.
+    """Shows a progress bar after two seconds, only on a terminal, until the `with` block ends.
 
     Args:
         total: Number of steps.

@@ -1,9 +1,10 @@
-"""`hfq quantize MODEL OUT`: a quantized copy of a float checkpoint, made layer by layer."""
+"""`hfq quantize MODEL OUT`: quantizes a float checkpoint layer by layer."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,35 +15,37 @@ from hfq.cli.model_argument import Model, Out, Revision, model_folder
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
+    from hfq.recipes.recipe import Recipe
 
 __all__ = ["quantize"]
 
 _METHODS = (
-    "gptq, awq; or rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by "
-    "row), w4a16 (GLM-130B's)."
+    "Method: gptq or awq with calibration data, or rtn, fp8, mxfp4, w8a8, w8a16, or w4a16 (round to nearest)."
 )
 
 Method = Annotated[str, typer.Option(help=_METHODS)]
-Bits = Annotated[int | None, typer.Option(help="Of gptq, awq, and rtn: 2, 3, 4, or 8; by default 4.")]
+Bits = Annotated[
+    int | None, typer.Option(help="Bits per weight for gptq, awq, and rtn: 2, 3, 4, or 8 (default: 4).")
+]
 GroupSize = Annotated[
-    int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
+    int | None, typer.Option(help="Input channels that share a scale, -1 for all (default: 128).")
 ]
-Sym = Annotated[
-    bool | None, typer.Option("--sym/--no-sym", help="Symmetric codes; others are written as GPTQ v2.")
-]
+Sym = Annotated[bool | None, typer.Option("--sym/--no-sym", help="Symmetric codes; --no-sym writes GPTQ v2.")]
 DescAct = Annotated[
-    bool | None, typer.Option("--desc-act", help="Groups follow the order of decreasing activation.")
+    bool | None, typer.Option("--desc-act", help="Quantize channels in order of decreasing activation.")
 ]
 StaticGroups = Annotated[
-    bool | None, typer.Option("--static-groups", help="With --desc-act: groups of neighboring channels.")
+    bool | None, typer.Option("--static-groups", help="With --desc-act, keep groups of neighboring channels.")
 ]
 ClipSearch = Annotated[
     bool | None,
-    typer.Option("--clip-search/--no-clip-search", help="Narrow ranges where that lowers the error."),
+    typer.Option(
+        "--clip-search/--no-clip-search", help="Narrow the range of codes where that lowers the error."
+    ),
 ]
 DampPercent = Annotated[
     float | None,
-    typer.Option(help="Fraction of the Hessian's mean diagonal that is added; by default 0.05."),
+    typer.Option(help="Fraction of the mean Hessian diagonal to add (default: 0.05)."),
 ]
 DistillSteps = Annotated[
     int | None,
@@ -52,20 +55,21 @@ DistillSteps = Annotated[
 ]
 ModulesToNotConvert = Annotated[
     list[str] | None,
-    typer.Option(metavar="MODULE", help="Module that stays unquantized; may be repeated."),
+    typer.Option(metavar="MODULE", help="Module that stays unquantized; repeatable."),
 ]
 Dataset = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|NAME",
-        help="Calibration data: a text, or wikitext2, c4, or c4-new with the package datasets.",
+        help="Calibration data: a text file, wikitext2, c4, or c4-new (requires datasets).",
     ),
 ]
 NumCalibrationSamples = Annotated[int, typer.Option(min=1, help="Sequences of calibration data.")]
 MaxSeqLength = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per sequence; by default 2048, or fewer positions.")
+    int | None,
+    typer.Option(min=1, help="Tokens per sequence (default: 2048, or fewer if the model requires it)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON summary of the new checkpoint.")]
 
 
 def quantize(
@@ -94,7 +98,6 @@ def quantize(
     from transformers.utils import logging
 
     from hfq.quantization.driver import quantize as run
-    from hfq.recipes.recipe import Recipe
 
     options: dict[str, Any] = {
         "method": method,
@@ -107,11 +110,11 @@ def quantize(
         "clip_search": clip_search,
         "distill_steps": distill_steps,
     }
-    logging.disable_progress_bar()  # of transformers' loading, which reads nothing here
+    logging.disable_progress_bar()  # transformers would show the load of a model without weights
     with _bar() as show:
         report = run(
             model_folder(model, revision),
-            Recipe.of(options),
+            _recipe(options),
             out,
             dataset=dataset,
             num_calibration_samples=num_calibration_samples,
@@ -122,9 +125,41 @@ def quantize(
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
 
 
+def _recipe(options: dict[str, Any]) -> Recipe:
+    """Returns the recipe of the options.
+
+    Raises:
+        SetupError: An option or its value is not valid; the error names options as typed.
+    """
+    from hfq.errors import SetupError
+    from hfq.recipes.recipe import Recipe
+
+    try:
+        return Recipe.of(options)
+    except SetupError as error:
+        raise SetupError(
+            _as_typed(error.message, options),
+            expected=None if error.expected is None else _as_typed(str(error.expected), options),
+            found=None if error.found is None else _as_typed(str(error.found), options),
+            fix=_as_typed(error.fix, options),
+        ) from error
+
+
+def _as_typed(text: str, options: dict[str, Any]) -> str:
+    """Replaces the Python form of options, such as `bits=5`, by the form of the command line."""
+    for name in options:
+        option = f"--{name.replace('_', '-')}"
+        text = re.sub(rf"\b{name}=True\b", option, text)
+        text = re.sub(rf"\b{name}=False\b", option.replace("--", "--no-"), text)
+        text = re.sub(rf"\b{name}=(['\"]?)([\w.-]*\w)\1", rf"{option} \2", text)
+        if "_" in name:
+            text = re.sub(rf"\b{name}\b", option, text)
+    return text
+
+
 @contextmanager
 def _bar() -> Iterator[Callable[[Progress], None]]:
-    """On a terminal a bar, else a line for each block; both on standard error."""
+    """Shows progress on standard error: a bar on a terminal, else a line per decoder layer."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -157,7 +192,7 @@ def _line(progress: Progress) -> str:
 
 
 def _summary(report: QuantizeReport) -> str:
-    resumed = f", {report.resumed} blocks taken from an earlier run" if report.resumed else ""
+    resumed = f", {report.resumed} decoder layers reused from an earlier run" if report.resumed else ""
     layers = f"{len(report.layers)} layers as {report.format}"
     return f"{report.path}: {layers}, {report.nbytes:,} bytes in {report.seconds:,.1f} s{resumed}"
 

@@ -1,4 +1,4 @@
-"""`hfq reshard MODEL OUT`: a copy of a checkpoint in which each decoder layer is one contiguous range."""
+"""`hfq reshard MODEL OUT`: copies a checkpoint with one contiguous range per decoder layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def reshard(
     model: Model,
     out: Out,
     revision: Revision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON summary of the new checkpoint.")
+    ] = False,
 ) -> None:
     """Copies a checkpoint with one aligned shard per decoder layer, for single direct reads."""
     from hfq.checkpoint import Checkpoint
@@ -32,7 +34,7 @@ def reshard(
         return
     print(f"{out}: {report.decoder_layers} decoder layers in {report.files} files, {report.nbytes:,} bytes")
     if report.left_out:
-        print(f"left out: {', '.join(map(ascii, report.left_out))}")
+        print(f"not copied: {', '.join(map(ascii, report.left_out))}")
 
 
 def _reshard(source: Checkpoint, out: str) -> ReshardReport:

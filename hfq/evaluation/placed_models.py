@@ -17,12 +17,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _WORDS = ("cpu", "disk", "auto", "cuda")
 
 
-def as_device_map(placement: str | dict | None) -> Any:
-    """Returns a placement as a `device_map`.
+def as_device_map(placement: str | dict | None, option: str = "device_map") -> Any:
+    """Returns the `device_map` of a placement.
 
     Args:
-        placement: `"cpu"`, `"disk"` for everything on disk, `"auto"`, a device such as `"cuda:0"`, or a
-            device map as a dict or as JSON. None means `"cpu"`.
+        placement: `"cpu"`, `"disk"` (everything), `"auto"`, a device such as `"cuda:0"`, or a device map, as
+            a dict or as JSON; None for the CPU.
+        option: Name of the option, for messages.
 
     Raises:
         SetupError: The placement is none of these.
@@ -36,17 +37,17 @@ def as_device_map(placement: str | dict | None) -> Any:
             return json.loads(placement)
         except ValueError as error:
             raise SetupError(
-                "The device map is not valid JSON.",
-                expected='JSON such as {"": "cpu", "model.layers.1": "disk"}',
+                f"{option} is not valid JSON.",
+                expected='{"": "cpu", "model.layers.1": "disk"}',
                 found=error,
-                fix="Pass a JSON object of module names and devices.",
+                fix="Pass a JSON object such as the expected one.",
             ) from error
     word = placement.partition(":")[0]
     if word not in _WORDS:
         raise SetupError(
-            f"Device map {placement!r} is not valid.{nearest(word, _WORDS)}",
+            f"{option} {placement} is not a device map.{nearest(word, _WORDS)}",
             found=placement,
-            expected="'cpu', 'disk', 'auto', 'cuda:0', or a device map as JSON",
+            expected="cpu, disk, auto, cuda:0, or a device map in JSON",
             fix="Use one of these values.",
         )
     return {"": placement}

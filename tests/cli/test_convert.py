@@ -20,7 +20,7 @@ def test_it_converts_and_says_what_it_wrote(tmp_path):
     files = list((tmp_path / "v2").iterdir())
     nbytes = sum(file.stat().st_size for file in files)
     told = (
-        f"{tmp_path / 'v2'}: 28 layers as gptq_v2, each read back bit-equal; {len(files)} files, "
+        f"{tmp_path / 'v2'}: 28 layers as gptq_v2, each read back bit-identical; {len(files)} files, "
         f"{nbytes:,} bytes\n"
     )
     assert done.stdout == told

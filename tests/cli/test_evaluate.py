@@ -67,7 +67,7 @@ def test_compare_of_two_placements_ends_with_0():
     assert done.exit_code == 0, done.output
     assert "the same model" in done.stdout
     assert "38 of 38 weights have the same bytes" in done.stdout
-    assert "bit-equal" in done.stdout
+    assert "bit-identical" in done.stdout
 
 
 def test_compare_of_two_models_ends_with_1(text):

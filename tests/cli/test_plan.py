@@ -43,7 +43,7 @@ def test_a_packed_checkpoint_is_counted_in_its_packed_bytes():
         "cpu": planned["model"]["quantized_nbytes"] // 2
     }  # 16 divides by 4
     assert planned["setup"]["optimizer"] == "none"
-    assert "28 packed rows" in run(GPTQ, "--zero-stage", "3", "--optimizer", "none").stdout
+    assert "28 quantized modules" in run(GPTQ, "--zero-stage", "3", "--optimizer", "none").stdout
 
 
 def test_adapters_are_what_is_trained():
@@ -73,7 +73,7 @@ def test_an_unquantized_checkpoint_is_trained_whole_where_an_optimizer_is_named(
         (["--parameters", "nan", "--zero-stage", "3"], "7.5e9"),
         (["--parameters", "1e9", "--zero-stage", "3", "--lora-rank", "8"], "--trainable"),
         ([GPTQ, "--zero-stage", "3", "--optimizer", "adam"], "--lora-rank 16"),
-        ([GPTQ, "--zero-stage", "3", "--optimizer", "none", "--lora-rank", "8"], "name the optimizer"),
+        ([GPTQ, "--zero-stage", "3", "--optimizer", "none", "--lora-rank", "8"], "Pass an optimizer"),
         ([GPTQ, "--zero-stage", "3", "--num-processes", "0"], "number of processes"),
         (
             [GPTQ, "--zero-stage", "3", "--num-processes", "7", "--num-machines", "2"],

@@ -134,7 +134,7 @@ def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
     assert found["prediction"]["terms"]["gathering"] == pytest.approx(gathered / 1e8)
     for other, said in (
         (("--num-processes", 3), "3 with 3 on each node"),
-        (("--gpu", "1GB×2"), "measured on cpu"),
+        (("--gpu", "1GB×2"), "measured ranks on cpu"),
     ):
         assert said in report(*here, "--profile", file, *other)["prediction"]["not_predicted"]
     assert "no time is predicted: gathers were not measured" in " ".join(run(*here).stdout.split())
@@ -147,7 +147,7 @@ def test_the_catalog_and_the_ladder():
     assert "workstation with an RTX 4090" in run("--catalog", "shipped").stdout
     ladder = report("--suggest-format", "1GB")["ladder"]
     assert ladder["best"] == "bf16"
-    assert "4.16 bits" in ladder["note"] or "bits a weight" in ladder["note"]
+    assert "4.16 bits" in ladder["note"] or "bits per weight" in ladder["note"]
     assert "best that fits" in run("--suggest-format", "1GB").stdout
 
 
@@ -166,7 +166,7 @@ def test_the_catalog_and_the_ladder():
         (["--cpu", "1GB", "--num-processes", "2"], "--zero-stage 3"),
         (["--cpu", "1GB", "--lora-rank", "8"], "--zero-stage 3"),
         (["--cpu", "1GB", "--zero-stage", "2"], "--zero-stage 3"),
-        (["--cpu", "1GB", "--zero-stage", "3", "--catalog", "shipped"], "Leave out --zero-stage"),
+        (["--cpu", "1GB", "--zero-stage", "3", "--catalog", "shipped"], "Omit --zero-stage"),
         (["--cpu", "64"], "--cpu 64GiB"),
         (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "Fix the named entry"),
         (["--cpu", "1GB", "--suggest-format", "1kB"], "--suggest-format"),

@@ -40,7 +40,7 @@ def test_json_says_the_same_and_what_was_left_out(tmp_path):
         "decoder_layers": 4,
         "left_out": ["training_args.bin"],
     }
-    assert "left out: 'training_args.bin'\n" in run(source, tmp_path / "again").stdout
+    assert "not copied: 'training_args.bin'\n" in run(source, tmp_path / "again").stdout
 
 
 def test_a_taken_folder_is_an_error(tmp_path):

@@ -171,3 +171,30 @@ def test_json_is_one_object_with_keys_in_snake_case(arguments, tmp_path, monkeyp
     report = json.loads(run(*arguments, "--json").stdout)
     assert isinstance(report, dict)
     assert all(key.isidentifier() and key.islower() for key in report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compare", GPTQ, GPTQ, "--device-map-a", "dsk"), "--device-map-a dsk is not a device map."),
+        (
+            ("evaluate", GPTQ, "--text", "none", "--device-map", "dsk"),
+            "--device-map dsk is not a device map.",
+        ),
+        (("evaluate", GPTQ, "--text", "none", "--dtype", "int8"), "--dtype int8 is not valid."),
+        (("plan", GPTQ, "--gpu", "rtx4090"), "--gpu rtx4090 is not a size."),
+        (("quantize", GPTQ, "out", "--bits", "5"), "--bits 5"),
+        (("quantize", GPTQ, "out", "--method", "awq", "--desc-act"), "--desc-act"),
+    ],
+)
+def test_an_error_names_the_option_as_typed(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == (2 if arguments[0] == "compare" else 1)
+    assert message in capsys.readouterr().err
+
+
+def test_the_list_of_verbs_cuts_no_help_line_at_80_columns():
+    page = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    assert "..." not in page
+    assert all(line in " ".join(page.split()) for line in HELP.values())

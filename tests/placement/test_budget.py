@@ -171,10 +171,10 @@ def test_too_little_on_the_host_is_told_apart():
 
 def test_a_disk_that_may_hold_nothing():
     with pytest.raises(
-        PlacementError, match=r'(?s)on disk.*at least 30 B on disk.*pass max_memory=\{"cpu": 118, "disk": 0\}'
+        PlacementError, match=r'(?s)on disk.*at least 30 B on disk.*Pass max_memory=\{"cpu": 118, "disk": 0\}'
     ):
         plan_devices(LLAMA, {"cpu": 100, "disk": 0}, "cpu")
-    with pytest.raises(PlacementError, match=r'(?s)on disk.*pass max_memory=\{0: 88, "cpu": 30, "disk": 0\}'):
+    with pytest.raises(PlacementError, match=r'(?s)on disk.*Pass max_memory=\{0: 88, "cpu": 30, "disk": 0\}'):
         plan_devices(LLAMA, {"cuda:0": 88, "cpu": 29, "disk": 0}, "cuda:0")
     assert "disk" not in plan_devices(LLAMA, {"cuda:0": 88, "cpu": 30, "disk": 0}, "cuda:0").devices.values()
     assert plan_devices(LLAMA, {"cpu": 100, "disk": 30}, "cpu").headroom() == {"cpu": 12, "disk": 0}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hfq.cli.model_argument import Model, Revision, model_folder
+from hfq.cli.typed_options import check_dtype, parse_device_map
 from hfq.errors import HfqError, SetupError
 
 __all__ = ["bench"]
@@ -17,25 +18,30 @@ __all__ = ["bench"]
 def bench(
     model: Model,
     revision: Revision = None,
-    device_map: Annotated[
-        str, typer.Option(help="auto, cpu, disk, cuda:0, or a device map in JSON.")
-    ] = "auto",
+    device_map: Annotated[str, typer.Option(help="Device map: auto, cpu, disk, cuda:0, or JSON.")] = "auto",
     max_memory: Annotated[
         str | None,
         typer.Option(metavar="DEVICE=SIZE,…", help="Limits for --device-map auto: cpu=8GiB,cuda:0=20GiB."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of activations: auto, float32, bfloat16, or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of activations: auto, float32, bfloat16, or float16.")
+    ] = "auto",
     n_prompt: Annotated[
         int, typer.Option("-p", "--n-prompt", min=0, help="Tokens of the prompt; 0 for none.")
     ] = 512,
     n_gen: Annotated[
-        int, typer.Option("-n", "--n-gen", min=0, help="Tokens to generate, without a prompt; 0 for none.")
+        int,
+        typer.Option("-n", "--n-gen", min=0, help="Tokens to generate after an empty prompt; 0 for none."),
     ] = 128,
     threads: Annotated[
-        str | None, typer.Option("-t", "--threads", metavar="N,…", help="CPU threads; by default all.")
+        str | None,
+        typer.Option(
+            "-t", "--threads", metavar="N,…", help="Numbers of CPU threads to measure (default: all threads)."
+        ),
     ] = None,
     repetitions: Annotated[
-        int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of prompt and generation.")
+        int,
+        typer.Option("-r", "--repetitions", min=1, help="Number of measurements of prompt and generation."),
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -44,9 +50,9 @@ def bench(
     from hfq.cli.bench.bench_table import print_table
 
     options = BenchOptions(
-        device_map=_parse_device_map(device_map),
+        device_map=parse_device_map(device_map),
         max_memory=None if max_memory is None else _parse_max_memory(max_memory, device_map),
-        dtype=_check_dtype(dtype),
+        dtype=check_dtype(dtype),
         n_prompt=n_prompt,
         n_gen=n_gen,
         threads=_parse_threads(threads),
@@ -65,27 +71,6 @@ def _find_folder(model: str, revision: str | None) -> str:
     folder = model_folder(model, revision)
     Checkpoint.open(folder)  # raises an error if it is not a checkpoint
     return folder
-
-
-def _parse_device_map(text: str) -> Any:
-    from hfq.evaluation.placed_models import as_device_map
-
-    return as_device_map(text)
-
-
-def _check_dtype(dtype: str) -> str:
-    from hfq.errors import nearest
-    from hfq.evaluation.placed_models import DTYPES
-
-    names = ("auto", *DTYPES)
-    if dtype not in names:
-        raise SetupError(
-            f"--dtype {dtype} is not valid.{nearest(dtype, names)}",
-            expected=", ".join(names),
-            found=dtype,
-            fix="Use one of these values.",
-        )
-    return dtype
 
 
 def _parse_threads(text: str | None) -> list[int | None]:
@@ -112,7 +97,7 @@ def _parse_max_memory(text: str, device_map: str) -> dict[str, int]:
             f"--max-memory limits nothing with --device-map {device_map}.",
             expected="--device-map auto",
             found=device_map,
-            fix="Leave --max-memory out, or pass --device-map auto.",
+            fix="Omit --max-memory, or pass --device-map auto.",
         )
     limits: dict[str, int] = {}
     for part in text.split(","):

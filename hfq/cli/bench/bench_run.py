@@ -1,4 +1,4 @@
-"""Runs of `hfq bench`: each number of threads in a fresh process, and what they measured as one object."""
+"""Runs of `hfq bench`: one fresh process for each number of threads."""
 
 from __future__ import annotations
 

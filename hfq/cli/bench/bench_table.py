@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hfq.cli.fitting_table import FittingTable
+
 __all__ = ["print_table"]
 
 _NONE = "-"
@@ -13,7 +15,6 @@ _NONE = "-"
 def print_table(found: dict[str, Any]) -> None:
     """Prints the measurements of `run_bench`."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(markup=False, highlight=False)
     model, first = found["model"], found["runs"][0]
@@ -23,7 +24,7 @@ def print_table(found: dict[str, Any]) -> None:
     )
     devices = ", ".join(f"{_size(nbytes)} on {device}" for device, nbytes in first["devices"].items())
     console.print(f"weights: {devices}; computed on {first['execution_device']}")
-    table = Table("threads", "test", "measured", "predicted")
+    table = FittingTable("threads", "test", "measured", "predicted")
     for run in found["runs"]:
         for row in _rows(run):
             table.add_row(str(run["threads"]), *row)

@@ -1,4 +1,4 @@
-"""`hfq plan MODEL`: placement, memory, and speed of a model, from headers alone."""
+"""`hfq plan MODEL`: predicts placement, memory, and speed of a model, from headers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def _option(text: str, panel: str, metavar: str | None = None, least: int | None
 Source = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder or Hub id of the checkpoint.")]
 Gpu = Annotated[
     list[str] | None,
-    _option("24GiB, 24GiB×2, or a name of the catalog; may be repeated.", _MACHINE, metavar="SIZE"),
+    _option("Accelerator memory: 24GiB, 24GiB×2, or a catalog name; repeatable.", _MACHINE, metavar="SIZE"),
 ]
 Cpu = Annotated[
-    str | None, _option("CPU memory; by default what is available here.", _MACHINE, metavar="SIZE")
+    str | None, _option("CPU memory (default: available memory of this machine).", _MACHINE, metavar="SIZE")
 ]
 Disk = Annotated[
     str | None,
-    _option("Weights that may stay on disk, 0GB for none; by default all.", _MACHINE, metavar="SIZE"),
+    _option("Weights that may stay on disk, 0GB for none (default: all).", _MACHINE, metavar="SIZE"),
 ]
 Profile = Annotated[
     Path | None,
-    _option("Output of `hfq profile-machine`; by default that of this machine.", _MACHINE, metavar="FILE"),
+    _option("Machine profile (default: the one of this machine).", _MACHINE, metavar="FILE"),
 ]
 Catalog = Annotated[
     str | None,
@@ -46,12 +46,12 @@ SuggestFormat = Annotated[
     str | None,
     _option("Suggest the best format whose weights fit in this much memory.", _MACHINE, metavar="SIZE"),
 ]
-BatchSize = Annotated[int, _option("Sequences at once.", _WORK)]
+BatchSize = Annotated[int, _option("Sequences per batch.", _WORK)]
 MaxModelLen = Annotated[int, _option("Tokens per sequence, including generated ones.", _WORK)]
-KvCacheDtype = Annotated[str, _option("auto, or a quantized cache of transformers: fp8, int4, int2.", _WORK)]
-Dtype = Annotated[str, _option("dtype to load in: auto, bfloat16, float16, float32.", _WORK)]
+KvCacheDtype = Annotated[str, _option("Dtype of the KV cache: auto, fp8, int4, or int2.", _WORK)]
+Dtype = Annotated[str, _option("Dtype to load in: auto, bfloat16, float16, or float32.", _WORK)]
 OutputDir = Annotated[
-    Path | None, _option("Write the configs that the plan implies into this folder.", _WORK, metavar="FOLDER")
+    Path | None, _option("Folder to write the planned configs and code into.", _WORK, metavar="FOLDER")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with exact bytes.")]
 ZeroStage = Annotated[
@@ -65,21 +65,17 @@ NvmePath = Annotated[
 ]
 OffloadParam = Annotated[
     str | None,
-    _option(
-        "Device of the weights in stage 3; by default the nearest that fits.", _ZERO, metavar="none|cpu|nvme"
-    ),
+    _option("Device of stage 3 weights (default: the fastest that fits).", _ZERO, metavar="none|cpu|nvme"),
 ]
 OffloadOptimizer = Annotated[str, _option("Device of the optimizer states.", _ZERO, metavar="none|cpu|nvme")]
 Optimizer = Annotated[
     str | None,
-    _option("none, sgd, momentum, adam, or adam8bit; by default adam if anything is trained.", _TRAINING),
+    _option("none, sgd, momentum, adam, or adam8bit (default: adam for training).", _TRAINING),
 ]
-LoraRank = Annotated[
-    int | None, _option("Train LoRA adapters of this rank, and nothing else.", _TRAINING, least=1)
-]
+LoraRank = Annotated[int | None, _option("Train only LoRA adapters of this rank.", _TRAINING, least=1)]
 LoraTarget = Annotated[
     list[str] | None,
-    _option("Module with an adapter (q_proj); may be repeated; by default every linear layer.", _TRAINING),
+    _option("Module with an adapter, repeatable (default: every linear layer).", _TRAINING),
 ]
 Parameters = Annotated[
     float | None,
@@ -87,7 +83,7 @@ Parameters = Annotated[
 ]
 Trainable = Annotated[
     float | None,
-    _option("Train this many additional parameters, and nothing else.", _TRAINING, metavar="COUNT"),
+    _option("Train only this many additional parameters.", _TRAINING, metavar="COUNT"),
 ]
 
 

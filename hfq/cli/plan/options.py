@@ -1,4 +1,4 @@
-"""The options of `hfq plan`, and which of them belong together."""
+"""Options of `hfq plan`, and their valid combinations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PlanOptions"]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options as they were typed; each field is the option of its name."""
+    """Options as typed; each field is the option of its name."""
 
     model: str | None
     revision: str | None
@@ -77,7 +77,7 @@ class PlanOptions:
         from hfq.errors import SetupError
 
         if self.counts_states:
-            advice = "Leave it out; or plan MODEL with --zero-stage 3, without training and offload options."
+            advice = "Omit it, or plan MODEL with --zero-stage 3, without training and offload options."
             _check_unused(self._machine() | self._host(), "plans for a machine", advice)
             if self.zero_stage is None:
                 raise SetupError(
@@ -89,7 +89,7 @@ class PlanOptions:
         elif self.zero_stage is None:
             _check_unused(self._training() | self._ranks(), "is for DeepSpeed ZeRO", "Add --zero-stage 3.")
         else:
-            _check_unused(self._machine(), "is for a device map", "Leave out --zero-stage.")
+            _check_unused(self._machine(), "is for a device map", "Omit --zero-stage.")
 
     def _machine(self) -> dict[str, object]:
         return {"--disk": self.disk, "--catalog": self.catalog, "--suggest-format": self.suggest_format}

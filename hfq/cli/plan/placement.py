@@ -1,4 +1,4 @@
-"""What `hfq plan MODEL` prints: a device map or ZeRO-3 ranks, with bytes, rates, and files."""
+"""Reports of `hfq plan MODEL`: a device map or ZeRO-3 ranks, with bytes, rates, and files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan_placement(options: PlanOptions) -> None:
 
 
 def make_report(options: PlanOptions) -> dict:
-    """The plan as JSON-ready data."""
+    """Returns the plan as JSON-ready data."""
     from hfq.cli.model_argument import model_headers
     from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.estimate import Workload
@@ -116,7 +116,7 @@ def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> d
 
 
 def _with_unit(parts: Mapping[str, int | None]) -> dict[str, int | None]:
-    """The same numbers by names that say that they are bytes."""
+    """Returns the same numbers under names that end in `_nbytes`."""
     return {f"{name}_nbytes": nbytes for name, nbytes in parts.items()}
 
 
@@ -192,7 +192,7 @@ def _ladder(options: PlanOptions, model: PlannedModel, workload: Workload) -> di
 
 
 def _profile(options: PlanOptions, model: PlannedModel) -> Profile:
-    """The machine's profile, with the rate that the catalog has of the accelerator that was named."""
+    """Returns the machine profile, with the memory bandwidth that the catalog has for `--gpu`."""
     from hfq.machine_profile.machine_facts import machine_facts
     from hfq.placement.estimate.catalog import SHIPPED, read_catalog
     from hfq.placement.estimate.profile import read_profile
@@ -205,7 +205,7 @@ def _profile(options: PlanOptions, model: PlannedModel) -> Profile:
     return replace(
         profile,
         device_memory=rate,
-        source=f"{profile.source}; the accelerator's memory as the catalog has it",
+        source=f"{profile.source}; the accelerator's memory bandwidth from the catalog",
     )
 
 

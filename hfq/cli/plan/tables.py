@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hfq.cli.fitting_table import FittingTable
 from hfq.cli.plan.zero_ranks import as_size
 from hfq.plots.plans import PARTS
 
@@ -23,7 +24,7 @@ def print_report(report: dict) -> None:
     model, work = report["model"], report["workload"]
     console.print(
         f"{model['path']}: {model['class']} of {model['layers']} layers, "
-        f"{model['formats'] or 'not packed'}, computes in "
+        f"{model['formats'] or 'unquantized'}, computes in "
         f"{model['dtype']}, {as_size(model['file_nbytes'])} of files",
         soft_wrap=True,
     )
@@ -34,8 +35,8 @@ def print_report(report: dict) -> None:
     )
     if model["layers_with_an_uncounted_state"]:
         console.print(
-            f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is "
-            f"not counted"
+            f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which this "
+            f"plan does not count"
         )
     sections: dict[str, Callable[[Console, Any], None]] = {
         "devices": partial(_homes, limits=report["machine"]["limits"]),
@@ -61,9 +62,8 @@ def _machine(machine: dict) -> str:
 
 
 def _homes(console: Console, homes: dict, limits: dict[str, str | None]) -> None:
-    from rich.table import Table
 
-    table = Table("device", *PARTS.values(), "total", "of")
+    table = FittingTable("device", *PARTS.values(), "total", "of")
     for device, parts in homes.items():
         capacity = parts["capacity_nbytes"]
         sizes = [as_size(parts[part]) for part in (*PARTS, "total_nbytes")]
@@ -79,9 +79,9 @@ def _moved(console: Console, moved: dict) -> None:
         else ""
     )
     console.print(
-        f"moved for a step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{cached}, "
+        f"onloaded per step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{cached}, "
         f"{as_size(moved['copied_per_step_nbytes'])} to the accelerator; "
-        f"{as_size(moved['per_token_nbytes'])} a token",
+        f"{as_size(moved['per_token_nbytes'])} per token",
         soft_wrap=True,
     )
 
@@ -96,11 +96,11 @@ def _prediction(console: Console, prediction: dict) -> None:
     step, load = prediction["step_seconds"], f"load {prediction['load_seconds']:.3g} s from a cold disk"
     if not step:
         console.print(
-            f"predicted: {load}; no rate of a step is known ({prediction['source']})", soft_wrap=True
+            f"predicted: {load}; the speed of a step is unknown ({prediction['source']})", soft_wrap=True
         )
         return
     console.print(
-        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms a step: "
+        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms per step: "
         f"{terms}), {load}",
         soft_wrap=True,
     )
@@ -110,12 +110,15 @@ def _prediction(console: Console, prediction: dict) -> None:
 
 
 def _zero3(console: Console, zero3: dict) -> None:
-    from rich.table import Table
 
     devices = list(zero3["per_rank"])
-    table = Table(f"ZeRO-3, {zero3['num_processes']} ranks", *(f"{device} per rank" for device in devices))
+    table = FittingTable(
+        f"ZeRO-3, {zero3['num_processes']} ranks", *(f"{device} per rank" for device in devices)
+    )
     for name, held in zero3["parts_per_rank"].items():
-        table.add_row(name, *(as_size(held.get(device, 0)) for device in devices))
+        table.add_row(
+            name.replace("packed", "quantized"), *(as_size(held.get(device, 0)) for device in devices)
+        )
     table.add_row("total", *(as_size(zero3["per_rank"][device]) for device in devices))
     console.print(table)
     where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
@@ -123,13 +126,14 @@ def _zero3(console: Console, zero3: dict) -> None:
         zero3["offload_param"].replace("none", "the devices"),
         as_size(zero3["gathered_per_forward_nbytes"]),
     )
-    console.print(f"{where}shards rest on {rests}; each rank gathers {gathered} a forward", soft_wrap=True)
+    console.print(
+        f"{where}shards are stored on {rests}; each rank gathers {gathered} per forward pass", soft_wrap=True
+    )
 
 
 def _catalog(console: Console, entries: list[dict]) -> None:
-    from rich.table import Table
 
-    table = Table("machine", "cost an hour", "cost of 1M tokens", "tokens/s", "decided by", "note")
+    table = FittingTable("machine", "cost per hour", "cost per 1M tokens", "tokens/s", "decided by", "note")
     for entry in entries:
         if "refused" in entry:
             table.add_row(entry["name"], f"{entry['cost']:g}", "-", "-", "-", entry["refused"])
@@ -145,9 +149,8 @@ def _catalog(console: Console, entries: list[dict]) -> None:
 
 
 def _ladder(console: Console, ladder: dict) -> None:
-    from rich.table import Table
 
-    table = Table("format, best first", "weights", "with cache and activations", "fits")
+    table = FittingTable("format, best first", "weights", "with KV cache and activations", "fits")
     for rung in ladder["rungs"]:
         table.add_row(
             rung["name"],

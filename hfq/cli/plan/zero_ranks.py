@@ -1,9 +1,11 @@
-"""`hfq plan MODEL --zero-stage STAGE --num-processes N`: bytes on each rank and node, from headers alone."""
+"""`hfq plan MODEL --zero-stage STAGE --num-processes N`: bytes on each rank and node."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
+
+from hfq.cli.fitting_table import FittingTable
 
 if TYPE_CHECKING:
     from hfq.cli.plan.options import PlanOptions
@@ -22,10 +24,10 @@ def plan_zero(options: PlanOptions) -> None:
     _check_source(options)
     if options.lora_target and options.lora_rank is None:
         raise SetupError(
-            "--lora-target names layers that get an adapter.",
+            "--lora-target requires --lora-rank.",
             expected="--lora-rank R",
             found="no rank",
-            fix="add --lora-rank 16",
+            fix="Add --lora-rank 16.",
         )
     optimizer, zero = options.optimizer, options.zero_stage or 0
     trains = options.lora_rank is not None or options.trainable is not None
@@ -56,25 +58,25 @@ def _check_source(options: PlanOptions) -> None:
     parameters, trainable = options.parameters, options.trainable
     if (options.model is None) == (parameters is None):
         raise SetupError(
-            "hfq plan counts a checkpoint, or a number of parameters.",
+            "hfq plan requires either MODEL or --parameters.",
             expected="MODEL or --parameters",
             found="both" if options.model else "neither",
             fix="Pass one of the two.",
         )
     if options.lora_rank and (trainable or parameters):
         raise SetupError(
-            "--lora-rank counts the adapters of a checkpoint's layers.",
+            "--lora-rank requires MODEL, without --parameters or --trainable.",
             expected="MODEL --lora-rank R",
             found="--trainable" if trainable else "--parameters",
-            fix="give the adapters' parameters with --trainable alone",
+            fix="Omit --lora-rank, and pass the number of adapter parameters with --trainable.",
         )
     for name, value in (("--parameters", parameters), ("--trainable", trainable)):
         if value is not None and not 1 <= value <= 1e15:
             raise SetupError(
-                f"{name} is out of range.",
+                f"{name} {value:g} is out of range.",
                 expected="1 to 1e15",
                 found=value,
-                fix="pass a number such as 7.5e9",
+                fix=f"Pass {name} 7.5e9, for example.",
             )
 
 
@@ -101,10 +103,10 @@ def _states(options: PlanOptions, optimizer: str) -> ModelStates:
         )
     if everything and states.quantized:
         raise SetupError(
-            "Packed weights are not trained, so that an optimizer has nothing to do.",
+            f"--optimizer {optimizer} has nothing to train: quantized weights are frozen.",
             expected="--lora-rank or --trainable",
             found=f"--optimizer {optimizer}",
-            fix="pass --lora-rank 16, or --optimizer none for inference",
+            fix="Pass --lora-rank 16, or --optimizer none for inference.",
         )
     return replace(states, trained=states.trained + added)
 
@@ -118,7 +120,7 @@ def _setup(
 
 
 def _allowed(stage: int, offloads: dict[str, str]) -> dict[str, str]:
-    """The offloads that a stage has, for the comparison of stages."""
+    """Returns the offloads that a stage supports, for the comparison of stages."""
     least = {"offload_param": 3, "offload_optimizer": 1}
     return {name: device if stage >= least[name] else "none" for name, device in offloads.items()}
 
@@ -142,28 +144,29 @@ def _report(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) 
 
 def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from hfq.placement.zero.memory import DEVICES, OPTIMIZERS
 
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{len(states.quantized)} packed rows of {as_size(sum(states.quantized))}, {sum(states.frozen):,} "
-        "other frozen parameters, "
-        f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)",
+        f"{len(states.quantized)} quantized modules of {as_size(sum(states.quantized))}, "
+        f"{sum(states.frozen):,} other frozen parameters, "
+        f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B per parameter)",
         soft_wrap=True,
     )
-    resting = (
-        f"weights at rest on {_device(setup.offload_param)}, optimizer states on "
+    stored = (
+        f"weights stored on {_device(setup.offload_param)}, optimizer states on "
         f"{_device(setup.offload_optimizer)}"
     )
-    console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {resting}", soft_wrap=True)
+    console.print(f"{setup.ranks} ranks, {setup.on_a_node} per node; {stored}", soft_wrap=True)
     chosen = next(estimate for estimate in estimates if estimate.setup.stage == setup.stage)
-    table = Table(f"stage {setup.stage}", *(f"{device} per rank" for device in DEVICES))
+    table = FittingTable(f"stage {setup.stage}", *(f"{device} per rank" for device in DEVICES))
     for name, devices in chosen.parts.items():
-        table.add_row(name, *(as_size(devices.get(device, 0)) for device in DEVICES))
+        table.add_row(
+            name.replace("packed", "quantized"), *(as_size(devices.get(device, 0)) for device in DEVICES)
+        )
     console.print(table)
-    stages = Table("stage", *(f"{device} per {who}" for who in ("rank", "node") for device in DEVICES))
+    stages = FittingTable("stage", *(f"{device} per {who}" for who in ("rank", "node") for device in DEVICES))
     for estimate in estimates:
         sizes = (*estimate.per_rank().values(), *estimate.per_node().values())
         stages.add_row(f"{estimate.setup.stage}{' ←' if estimate is chosen else ''}", *map(as_size, sizes))

@@ -86,7 +86,7 @@ def test_of_experts_a_step_moves_those_that_are_routed_to():
 def test_each_way_out_fits(hardware, workload):
     with pytest.raises(PlacementError, match="does not fit") as refused:
         plan(hardware, workload)
-    ways = refused.value.fix.partition(": ")[2].split("; or ")
+    ways = refused.value.fix.rstrip(".").partition(": ")[2].split("; or ")
     assert ways
     for way in ways:
         option, _, value = way.partition(" ")

@@ -25,7 +25,7 @@ def test_sizes(text, nbytes):
     "text", ["", "24B", "0B", "-1GiB", "24 GiBs", "lots", "1e30B", "nan", "inf", "GiB", "24GiB×2"]
 )
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(PlacementError, match="--cpu .* is not a size") as refused:
+    with pytest.raises(PlacementError, match=r"--cpu .* is not a size") as refused:
         parse_size(text, "--cpu", least=25)
     assert "24GiB" in refused.value.fix
 

@@ -28,7 +28,7 @@ def test_an_indexer_caches_its_own_keys():
 def test_a_quantized_cache_is_smaller(kv_dtype):
     layers = [KvLayer(512, 512)] * 4
     assert kv_nbytes(layers, 1, 4096, "bfloat16", kv_dtype) < kv_nbytes(layers, 1, 4096, "bfloat16")
-    with pytest.raises(PlacementError, match="full attention alone"):
+    with pytest.raises(PlacementError, match="only layers of full attention"):
         kv_nbytes([KvLayer(512, 512, window=128)], 1, 4096, "bfloat16", kv_dtype)
 
 

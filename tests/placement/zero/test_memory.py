@@ -116,11 +116,11 @@ def test_it_is_json_ready():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"stage": 4}, "0, 1, 2 or 3"),
+        ({"stage": 4}, "0, 1, 2, or 3"),
         ({"stage": 3, "ranks": 0}, "at least 1"),
         ({"stage": 3, "ranks": 2, "ranks_per_node": 3}, "1 to 2"),
         ({"stage": 3, "optimizer": "adm"}, "Did you mean 'adam'"),
-        ({"stage": 3, "offload_param": "disk"}, "none, cpu or nvme"),
+        ({"stage": 3, "offload_param": "disk"}, "none, cpu, or nvme"),
         ({"stage": 2, "offload_param": "cpu"}, "stage 3"),
         ({"stage": 0, "offload_optimizer": "cpu"}, "stage 1"),
     ],
@@ -131,5 +131,5 @@ def test_what_zero_does_not_have_is_refused(options, said):
 
 
 def test_training_without_an_optimizer_is_refused():
-    with pytest.raises(PlacementError, match="name the optimizer"):
+    with pytest.raises(PlacementError, match="Pass an optimizer"):
         estimate_zero(PAPER, ZeroSetup(3, optimizer="none"))
