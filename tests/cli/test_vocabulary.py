@@ -196,5 +196,5 @@ def test_an_error_names_the_option_as_typed(capsys, arguments, message):
 
 def test_the_list_of_verbs_cuts_no_help_line_at_80_columns():
     page = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
-    assert "..." not in page
+    assert "..." not in page.replace("[ARGS]...", "")
     assert all(line in " ".join(page.split()) for line in HELP.values())

@@ -1,4 +1,4 @@
-"""`hfq demo`: the main job on a small real model, with what it costs and whether it is exact."""
+"""`hfq demo`: runs a small model in three placements and compares logits, memory, and speed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from hfq.cli.fitting_table import FittingTable, wide_console
 from hfq.errors import CheckpointError, SetupError
 
 __all__ = ["demo"]
@@ -23,7 +24,7 @@ def demo(
     folder: Annotated[
         Path, typer.Option(help="Folder with tiny-llama, tiny-llama-gptq, and tiny-llama-fp8.")
     ] = Path("tests/data"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Runs a GPTQ and an FP8 checkpoint in memory, half on disk, and all on disk."""
     from hfq.cli.inspect import inspect_checkpoint
@@ -36,7 +37,7 @@ def demo(
                 file=path,
                 expected="a folder made by examples/",
                 found="nothing",
-                fix="run it from a clone of the repository, or pass --folder",
+                fix="Run hfq demo in a clone of the repository, or pass --folder.",
             )
     from hfq.checkpoint import Checkpoint
 
@@ -46,7 +47,7 @@ def demo(
         if not as_json:
             variants = ", ".join(f"{count} × {variant}" for variant, count in report["formats"].items())
             print(
-                f"{path}: {variants}, {report['bits_per_quantized_weight']} bits per packed weight, "
+                f"{path}: {variants}, {report['bits_per_quantized_weight']} bits per quantized weight, "
                 f"{report['nbytes']:,} bytes"
             )
         rows += [
@@ -76,7 +77,7 @@ def _in_a_process(path: Path, text: Path, placement: str) -> dict:
             f"The demo failed on {path} ({placement}).",
             expected="measurements",
             found=f"{type(error).__name__}: {error}",
-            fix="run `make test`; it says what is wrong with this installation",
+            fix="Run `make test`, which tests this installation.",
         ) from error
 
 
@@ -85,10 +86,7 @@ def _measure(path: Path, text: Path, placement: str) -> dict:
 
 
 def _print(rows: list[dict]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
+    table = FittingTable(
         "checkpoint",
         "placement",
         "file B",
@@ -96,8 +94,8 @@ def _print(rows: list[dict]) -> None:
         "peak RSS growth",
         "perplexity",
         "tokens/s",
-        "bit-equal logits",
-        title="float32 activations on the CPU; each row in a process of its own",
+        "bit-identical logits",
+        title="float32 activations on the CPU; each row in its own process",
     )
     for row in rows:
         equal = {True: "yes", False: "NO", None: "-"}[row.get("bit_equal")]
@@ -111,7 +109,7 @@ def _print(rows: list[dict]) -> None:
             f"{row['tokens_per_second']:.1f}",
             equal,
         )
-    console = Console(width=max(Console().width, 130))
+    console = wide_console(130)
     console.print(table)
     for row in rows[:: len(PLACEMENTS)]:
         console.print(f"{row['checkpoint']}: {row['text']!r}", highlight=False)

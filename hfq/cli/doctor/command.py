@@ -1,4 +1,4 @@
-"""`hfq doctor [MODEL]`: what this machine has, what prevents a load, and a block for a bug report."""
+"""`hfq doctor [MODEL]`: checks machine, checkpoint, and configs, and prints a block for bug reports."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _OPTIONAL = ("deepspeed", "peft")
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Also check this checkpoint and its disk.")
+        str | None, typer.Argument(metavar="MODEL", help="Folder or Hub id of a checkpoint to check.")
     ] = None,
     revision: Revision = None,
     config: Annotated[
         list[Path] | None,
-        typer.Option(help="Check a DeepSpeed (.json) or accelerate (.yaml) config; may be repeated."),
+        typer.Option(help="DeepSpeed (.json) or accelerate (.yaml) config to check; repeatable."),
     ] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs left behind.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove leftover files of killed runs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Reports what this machine has and which problems it finds.
@@ -123,7 +123,7 @@ def config_findings(files: list[Path]) -> Iterator[Finding]:
             found = f" (found: {error.found})" if error.found is not None else ""
             yield Finding("configs", "error", f"{file.name}: {error.message}{found}", error.fix)
         if not errors:
-            yield Finding("configs", "ok", f"{file.name} leaves packed bytes as they are")
+            yield Finding("configs", "ok", f"{file.name} leaves quantized weights unchanged")
 
 
 def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
@@ -140,7 +140,7 @@ def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
         else:
             yield Finding("leftovers", "warning", text, "hfq doctor --clean")
     if not found:
-        yield Finding("leftovers", "ok", "no killed run has left anything here")
+        yield Finding("leftovers", "ok", "no leftover files of killed runs")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
