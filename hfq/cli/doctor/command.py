@@ -1,4 +1,4 @@
-"""`hfq doctor [MODEL]`: checks machine, checkpoint, and configs, and prints a block for bug reports."""
+"""`hfq doctor [MODEL]`: checks the machine, a checkpoint, and launcher configs."""
 
 from __future__ import annotations
 
