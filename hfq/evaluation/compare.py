@@ -78,6 +78,7 @@ class LogitDistance:
             f"{self.kl_mean:.3e} nats, top-1 agreement {self.top1_agreement:.2%}"
         )
 
+
 @dataclass(frozen=True, repr=False)
 class Comparison(Displayed):
     """Result of `compare`.

@@ -157,6 +157,3 @@ def _ladder(ladder: Fields) -> Picture:
     return bars_picture(
         "ladder", "Formats against the limit, best first", bars, ladder.text("note"), "format"
     )
-    return bars_picture(
-        "ladder", "Formats against the limit, best first", bars, ladder.text("note"), "format"
-    )
