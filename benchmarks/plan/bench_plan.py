@@ -207,7 +207,7 @@ def _sharded(held: list[dict], model: PlannedModel, count: int) -> Record:
     """Returns ZeRO-3's planned and measured bytes on the fullest rank."""
     fit = _fit(model, count)
     planned = {
-        name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")
+        name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("quantized", "frozen")
     }
-    measured = {name: max(rank[name] for rank in held) for name in ("packed", "frozen")}
+    measured = {name: max(rank[name] for rank in held) for name in ("quantized", "frozen")}
     return {"placement": _zero3(count), "planned": planned, "measured": measured, "rounds": []}

@@ -90,7 +90,7 @@ def measure_devices(model: Any) -> dict[str, int]:
     return {
         "cpu": sum(held.values()),
         "disk": on_disk,
-        "ring": loading.offloader.buffers.nbytes if loading.offloader else 0,
+        "buffer": loading.offloader.buffers.nbytes if loading.offloader else 0,
     }
 
 
@@ -134,7 +134,7 @@ def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
 
 def _planned(model: PlannedModel, device_map: dict[str, Any], buffer: int) -> dict[str, int]:
     weights = model.weights_by_device(device_map, "cpu")
-    return {"cpu": weights.get("cpu", 0), "disk": weights.get("disk", 0), "ring": buffer}
+    return {"cpu": weights.get("cpu", 0), "disk": weights.get("disk", 0), "buffer": buffer}
 
 
 def _estimate(model: PlannedModel, capacity: int) -> Estimate:

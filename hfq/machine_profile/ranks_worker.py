@@ -75,7 +75,7 @@ class RanksWorker:
         held = {True: 0, False: 0}
         for parameter in model.parameters():
             held[id(parameter) in rows] += parameter.ds_tensor.numel() * parameter.dtype.itemsize
-        return {"packed": held[True], "frozen": held[False]}
+        return {"quantized": held[True], "frozen": held[False]}
 
     def drop(self, path: str) -> dict:
         """Releases a model."""

@@ -124,7 +124,7 @@ def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoin
         ({"": -1}, "found: -1"),
         ({"": "cuda:99"}, "found: 'cuda:99'"),
         ({"": 99}, "found: 99"),
-        ({"": "cpu", "model.norm": "dsik"}, "for 'model.norm'. Did you mean 'disk'?"),
+        ({"": "cpu", "model.norm": "dsik"}, "device_map['model.norm'] is not a device. Did you mean 'disk'?"),
         ({"model.layers.1x": "cpu", "": "cpu"}, "- 'model.layers.1x'. Did you mean 'model.layers.1'?"),
         ({"model.layers.9": "cpu", "": "cpu"}, "- 'model.layers.9'"),
         ({"model.layer": "cpu", "": "cpu"}, "- 'model.layer'"),

@@ -81,7 +81,7 @@ def test_a_depth_that_the_tensors_contradict_is_refused(model, layers):
     "key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"]
 )
 def test_a_size_that_is_none_is_refused_by_its_key(gptq, key, value):
-    with refused(f"{key}={value}", f"Fix: correct {key}", kind=FormatError, file=gptq / "config.json"):
+    with refused(f"{key}={value}", "Fix: Download config.json", kind=FormatError, file=gptq / "config.json"):
         load(edit_config(gptq, **{key: value}))
 
 

@@ -99,7 +99,10 @@ def test_the_demo_is_exact_and_prints_its_table():
     done = run("demo", "--folder", str(tiny_models.DATA), "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout)["measurements"]
-    assert [row["placement"] for row in rows] == [*("resident", "half on disk", "all on disk") * 2, "stock"]
+    assert [row["placement"] for row in rows] == [
+        *("resident", "half on disk", "all on disk") * 2,
+        "plain transformers",
+    ]
     assert all(row["bit_equal"] for row in rows[:-1])
     assert len({row["perplexity"] for row in rows[:3]}) == len({row["perplexity"] for row in rows[3:6]}) == 1
     gptq, fp8, dense = (rows[index]["perplexity"] for index in (0, 3, 6))

@@ -35,11 +35,13 @@ def test_the_papers_example_as_a_table_and_as_json():
 def test_a_packed_checkpoint_is_counted_in_its_packed_bytes():
     inspected = json.loads(CliRunner().invoke(app, ["inspect", GPTQ, "--json"]).stdout)
     planned = report(GPTQ, "--zero-stage", "3", "--num-processes", "2", "--offload-param-device", "cpu")
-    assert planned["model"]["packed_rows"] == len(inspected["modules"]) == 28
+    assert planned["model"]["quantized_modules"] == len(inspected["modules"]) == 28
     assert planned["model"]["quantized_nbytes"] >= inspected["quantized_nbytes"]  # segments start on 16 bytes
     stages = planned["stages"]
-    assert stages[2]["parts_per_rank"]["packed weights"] == {"device": planned["model"]["quantized_nbytes"]}
-    assert stages[3]["parts_per_rank"]["packed weights"] == {
+    assert stages[2]["parts_per_rank"]["quantized weights"] == {
+        "device": planned["model"]["quantized_nbytes"]
+    }
+    assert stages[3]["parts_per_rank"]["quantized weights"] == {
         "cpu": planned["model"]["quantized_nbytes"] // 2
     }  # 16 divides by 4
     assert planned["setup"]["optimizer"] == "none"
@@ -92,6 +94,6 @@ def test_what_cannot_be_planned_is_an_error_with_a_way_out(arguments, said):
 def test_a_dialect_whose_headers_tell_no_sizes_asks_for_the_number(tmp_path):
     case = next(case for case in CASES if case.id == "bitsandbytes-nf4")
     folder = tiny_models.write_model(tmp_path / "m", tiny_models.onloaded_tensors(case.format), case.config)
-    assert report(folder, "--zero-stage", "3", "--optimizer", "none")["model"]["packed_rows"] == 14
+    assert report(folder, "--zero-stage", "3", "--optimizer", "none")["model"]["quantized_modules"] == 14
     done = run(folder, "--zero-stage", "3", "--lora-rank", "8")
     assert "--trainable" in done.exception.fix

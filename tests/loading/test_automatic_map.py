@@ -112,7 +112,7 @@ def test_a_disk_that_may_hold_nothing_is_obeyed(resident):
     limit = total(resident)
     assert planned(resident, {"cpu": limit, "disk": 0})[0] == {"": "cpu"}
     with pytest.raises(
-        PlacementError, match=rf'on disk(?s:.)*pass max_memory=\{{"cpu": {limit}, "disk": 0\}}'
+        PlacementError, match=rf'on disk(?s:.)*Pass max_memory=\{{"cpu": {limit}, "disk": 0\}}'
     ):
         planned(resident, {"cpu": limit - 1, "disk": 0})
 

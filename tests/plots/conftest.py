@@ -144,7 +144,7 @@ ZERO3 = {
     "zero3": {
         "ranks": 2,
         "per_rank": {"device": 7},
-        "parts_per_rank": {"packed weights": {"device": 5}, "KV cache": {"device": 2}},
+        "parts_per_rank": {"quantized weights": {"device": 5}, "KV cache": {"device": 2}},
     }
 }
 MACHINE = {"tokens_per_second": 9.0, "cost_of_a_million_tokens": 2.0, "dominant": "reads"}

@@ -56,7 +56,9 @@ def demo(
         exact = {row["logits_sha256"] for row in rows[-len(PLACEMENTS) :]}
         for row in rows[-len(PLACEMENTS) :]:
             row |= {"checkpoint": name, "bit_equal": len(exact) == 1}
-    baseline = _in_a_process(folder / "tiny-llama", folder / "tiny-llama" / "held_out.txt", "stock")
+    baseline = _in_a_process(
+        folder / "tiny-llama", folder / "tiny-llama" / "held_out.txt", "plain transformers"
+    )
     rows.append(baseline | {"checkpoint": "bf16, stock transformers"})
     print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
     if not all(row.get("bit_equal", True) for row in rows):

@@ -36,7 +36,7 @@ def measure(path: Path, text: Path, placement: str) -> dict:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     options = (
         {}
-        if placement == "stock"
+        if placement == "plain transformers"
         else {"quantization_config": HfqConfig(), "device_map": _device_map(placement)}
     )
     started = time.perf_counter()

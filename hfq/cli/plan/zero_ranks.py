@@ -129,7 +129,7 @@ def _report(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) 
     from dataclasses import asdict
 
     counted = {
-        "packed_rows": len(states.quantized),
+        "quantized_modules": len(states.quantized),
         "quantized_nbytes": sum(states.quantized),
         "frozen_parameters": sum(states.frozen),
         "trained_parameters": sum(states.trained),

@@ -192,7 +192,7 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     shards = setup.ranks if setup.stage == 3 else 1
     frozen = [numel * states.itemsize for numel in states.frozen]
     trained = [numel * states.itemsize for numel in states.trained]
-    groups = {"packed weights": states.quantized, "frozen weights": frozen, "trained weights": trained}
+    groups = {"quantized weights": states.quantized, "frozen weights": frozen, "trained weights": trained}
     parts: dict[str, dict[ShardDevice, int]] = {}
     swapped: list[int] = []
     for name, rows in groups.items():

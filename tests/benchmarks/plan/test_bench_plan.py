@@ -18,7 +18,7 @@ def test_planned_bytes_are_measured_bytes_in_every_placement(path):
     for placement, case in zip(PLACEMENTS, open_cases(path, open_model(path)), strict=True):
         assert case.placement == placement
         assert bytes_apart({"planned": case.planned, "measured": case.measured}) <= 0.02
-        assert (case.planned["disk"] > 0) == (case.planned["ring"] > 0) == (placement != "cpu")
+        assert (case.planned["disk"] > 0) == (case.planned["buffer"] > 0) == (placement != "cpu")
         assert predict(case.work, PUBLISHED).step_seconds > 0
 
 

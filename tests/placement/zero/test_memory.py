@@ -62,7 +62,7 @@ def test_frozen_weights_have_no_gradients_and_no_states_and_are_sharded_in_stage
     assert [device_bytes(states, stage, 3, optimizer="none") for stage in (0, 1, 2)] == [16 + 48 + 14] * 3
     assert device_bytes(states, 3, 3, optimizer="none") == 2 * (3 + 8 + 3)  # each row by itself
     assert set(estimate_zero(states, ZeroSetup(3, 3, optimizer="none")).parts) == {
-        "packed weights",
+        "quantized weights",
         "frozen weights",
     }
 
@@ -75,7 +75,7 @@ def test_offloaded_parts_rest_where_they_were_sent():
     both = estimate_zero(
         states, ZeroSetup(3, 2, offload_param="nvme", offload_optimizer="nvme", buffer_count=3)
     )
-    assert both.parts["packed weights"] == {
+    assert both.parts["quantized weights"] == {
         "nvme": 4 * MIB,
         "cpu": 8,
     }  # below 1 MiB DeepSpeed leaves a shard in memory
