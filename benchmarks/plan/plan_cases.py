@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfq.checkpoint.filesystem import available_memory
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import PlacementError
 from hfq.loading.dry_run import PlannedModel
 from hfq.loading.loaded_model import loader_of

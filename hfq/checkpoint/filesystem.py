@@ -21,7 +21,7 @@ from typing import Any
 from hfq.checkpoint.reader import changed, unreadable
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["WINDOW", "available_memory", "filesystem_type", "is_network", "populate", "resident_fraction"]
+__all__ = ["WINDOW", "filesystem_type", "is_network", "populate", "resident_fraction"]
 
 WINDOW = 16 << 20
 """Bytes that are brought in at once: large enough for a disk's full speed, small enough not to count in a
@@ -103,15 +103,6 @@ def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> st
         if is_within and len(point) >= longest:  # a later mount at the same point hides an earlier one
             kind, longest = rest.split(" ")[0], len(point)
     return kind
-
-
-def available_memory() -> int | None:
-    """The bytes that can be taken without swapping (MemAvailable), or None where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as stream:
-            return next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
 
 
 def resident_fraction(descriptor: int, source: ByteRange) -> float | None:

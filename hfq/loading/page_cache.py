@@ -9,7 +9,8 @@ from typing import Any
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.execute_reads import cold_ranges, fill_page_cache
-from hfq.checkpoint.filesystem import available_memory, is_network
+from hfq.checkpoint.filesystem import is_network
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import HfqError
 from hfq.loading.context import within_load
 from hfq.tensor_spec import ByteRange

@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Reader
 from hfq.checkpoint.execute_reads import cold_ranges, fill_page_cache, read_into_buffer
-from hfq.checkpoint.filesystem import available_memory, is_network
+from hfq.checkpoint.filesystem import is_network
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.checkpoint.read_plan import ModuleRead, ReadBuffer, ReadPlan, plan_reads
 from hfq.checkpoint.shared_memory import SharedMemory
 from hfq.errors import PlacementError

@@ -12,7 +12,7 @@ from typing import Literal
 
 from hfq.checkpoint import Reader
 from hfq.checkpoint.direct_io import DirectFiles
-from hfq.checkpoint.filesystem import available_memory
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import CheckpointError
 from hfq.offload.unit_layout import PAGE
 from hfq.tensor_spec import ByteRange

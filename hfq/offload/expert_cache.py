@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from hfq.checkpoint.filesystem import available_memory
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.guards import no_copy
 from hfq.offload.reader_threads import Pool, Ticket

@@ -15,7 +15,8 @@ __all__ = ["checkpoint_findings", "disk_findings"]
 
 def disk_findings(folder: Path) -> Iterator[Finding]:
     """The file system of a folder, its room, and what of the checkpoint is in the page cache."""
-    from hfq.checkpoint.filesystem import available_memory, filesystem_type, is_network
+    from hfq.checkpoint.filesystem import filesystem_type, is_network
+    from hfq.checkpoint.memory_limit import available_memory
     from hfq.machine_profile.machine_limits import cached_share
 
     kind, free = (

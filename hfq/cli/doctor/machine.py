@@ -22,7 +22,7 @@ _SHARED = "/dev/shm"
 
 def environment_findings(folder: Path) -> Iterator[Finding]:
     """Processor, memory and what limits it, hfq's switches; no names of hosts, users or folders."""
-    from hfq.checkpoint.filesystem import available_memory
+    from hfq.checkpoint.memory_limit import available_memory
     from hfq.machine_profile.machine_facts import machine_facts
 
     for what, value in machine_facts(folder).items():

@@ -64,7 +64,7 @@ def _planned(
 
 
 def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
-    from hfq.checkpoint.filesystem import available_memory
+    from hfq.checkpoint.memory_limit import available_memory
     from hfq.placement.estimate.estimate import estimate_placement
     from hfq.placement.estimate.roofline import TERMS, what_helps
     from hfq.placement.launch_configs import accelerate_yaml, loading_code
@@ -210,7 +210,7 @@ def _profile(options: PlanOptions, model: PlannedModel) -> Profile:
 
 
 def _hardware(options: PlanOptions) -> Hardware:
-    from hfq.checkpoint.filesystem import available_memory
+    from hfq.checkpoint.memory_limit import available_memory
     from hfq.placement.estimate.catalog import SHIPPED, read_catalog
     from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
 
