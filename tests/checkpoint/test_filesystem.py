@@ -178,3 +178,9 @@ def test_pages_are_brought_in_by_threads_at_once(file):
             thread.join()
 
     check_brings_in(descriptor, ByteRange(path, 0, 40 * MIB), fill)
+
+
+def test_the_file_system_of_a_folder_has_a_type(tmp_path):
+    if not os.path.exists("/proc/self/mountinfo"):
+        pytest.skip("not Linux")
+    assert filesystem_type(tmp_path)
