@@ -1,1 +1,1 @@
-"""Modules that hold packed rows in the place of transformers' own."""
+"""Modules that replace those of transformers and hold quantized weights."""

@@ -1,4 +1,4 @@
-"""ConcatLinear: one linear layer of a model whose outputs are those of several quantized layers."""
+"""A linear layer that concatenates the outputs of several quantized layers."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class ConcatLinear(nn.ModuleDict):
         self.out_features = sum(layer.out_features for layer in layers.values())
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] → [..., out_features]."""
+        """Returns the concatenated outputs: [..., in_features] → [..., out_features]."""
         return torch.cat([layer(activations) for layer in self.values()], dim=-1)

@@ -1,9 +1,8 @@
-"""Where a layer computes that rests in host memory beside an accelerator: where its bytes are, or where its
-activations are.
+"""Choice of the execution device of a layer whose weights are in CPU memory.
 
-At home, a forward reads the packed bytes once from memory and sends activations over the link in both
-directions; on the accelerator it sends the packed bytes over the link. So few rows, as in decoding, are
-cheaper at home, and many, as in a prefill, are not: there the host's arithmetic is what takes the time.
+On the CPU, a forward pass reads the quantized bytes once from memory and sends activations to the
+accelerator and back. On the accelerator, it copies the quantized bytes. The CPU is faster for few rows, as
+in decoding. The accelerator is faster for many rows, as in a prefill.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from hfq.modules.quantized_module import QuantizedModule
 __all__ = ["CPU_ROWS", "CpuExecution"]
 
 CPU_ROWS = 8
-"""`"auto"` computes at most so many activation rows at home: those that the compiled kernel multiplies at
-about the speed of memory. Unmeasured beside an accelerator.
+"""Largest number of activation rows that `"auto"` computes on the CPU. The compiled kernel multiplies that
+many rows at about the speed of memory. Not measured with an accelerator.
 """
 
 
 @dataclass
 class CpuExecution:
-    """Decides for one layer, call by call.
+    """Chooses the execution device of one layer for each call.
 
     Attributes:
         device: The accelerator.
-        rule: `"cpu"` for always there, `"auto"` for few rows alone.
-        cpu_forwards: How often it computed on the CPU.
-        fetches: How often its bytes were brought to the accelerator.
+        rule: `"cpu"` always computes on the CPU, `"auto"` for few rows only.
+        cpu_forwards: Number of forward passes on the CPU.
+        fetches: Number of copies of the weights to the accelerator.
     """
 
     device: torch.device
@@ -40,8 +39,9 @@ class CpuExecution:
     fetches: int = 0
 
     def is_chosen(self, layer: QuantizedModule, activations: torch.Tensor) -> bool:
-        """Whether a layer computes at home: at most `CPU_ROWS` rows, and fewer bytes of activations than of
-        the layer.
+        """Returns True if a layer computes on the CPU.
+
+        Under `"auto"`, that takes at most `CPU_ROWS` rows, and fewer bytes of activations than of weights.
         """
         if self.rule == "cpu":
             return True
@@ -50,13 +50,14 @@ class CpuExecution:
         return rows <= CPU_ROWS and moved < sum(info.nbytes for info in layer.infos.values())
 
     def fetch(self, layer: QuantizedModule) -> Mapping[str, torch.Tensor]:
-        """The layer's tensors on the accelerator, for one call."""
+        """Returns the layer's tensors on the accelerator, for one call."""
         self.fetches += 1
         return {local: tensor.to(self.device) for local, tensor in layer.stored_tensors().items()}
 
     def serve(self, layer: QuantizedModule) -> None:
-        """Has a layer ask here for every forward; a layer whose bytes others bring to the accelerator goes on
-        fetching them there.
+        """Makes a layer ask this object before every forward pass.
+
+        A layer that another object onloads to the accelerator keeps fetching its tensors there.
         """
         layer.on_cpu = self
         if layer.fetch is None:

@@ -1,4 +1,4 @@
-"""QuantizedEmbedding: a table that holds a packed row, and dequantizes the rows that are looked up."""
+"""An embedding that holds quantized weights and dequantizes the rows that are looked up."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["QuantizedEmbedding"]
 
 
 class QuantizedEmbedding(QuantizedModule):
-    """Replaces `nn.Embedding`; the codes are those of a linear layer [num_embeddings, embedding_dim].
+    """Replaces `nn.Embedding`; its codes are those of a linear layer [num_embeddings, embedding_dim].
 
     Args:
         name: The module's name in the model, for messages.
-        num_embeddings: The rows of the table.
-        embedding_dim: The size of a row.
+        num_embeddings: Number of rows of the table.
+        embedding_dim: Number of elements of a row.
         weight_format: The format of its tensors.
-        infos: Where each tensor is stored, by local on-disk name.
+        infos: The stored tensors, by checkpoint name.
 
     Attributes:
-        padding_idx: The token whose row an adapter leaves as it is, as in `nn.Embedding`; so are the four
-            after it.
+        padding_idx: The token whose row an adapter leaves unchanged, as in `nn.Embedding`; so are the next
+            four.
     """
 
     padding_idx: int | None = None
@@ -47,7 +47,7 @@ class QuantizedEmbedding(QuantizedModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Looks rows up.
+        """Looks up rows.
 
         Args:
             tokens: Integers of any shape, in [0, num_embeddings).
@@ -61,16 +61,16 @@ class QuantizedEmbedding(QuantizedModule):
         wanted, places = tokens.reshape(-1).unique(return_inverse=True)
         if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.num_embeddings:
             raise SetupError(
-                f"{self.name} was given a token that it does not have.",
+                f"{self.name} received a token outside of its table.",
                 expected=f"0 to {self.num_embeddings - 1}",
                 found=f"{int(wanted[0])} to {int(wanted[-1])}",
-                fix="check the tokenizer against the checkpoint",
+                fix="Use the tokenizer of this checkpoint.",
             )
         rows = self._rows(wanted)
         return rows[places].view(*tokens.shape, self.embedding_dim)
 
     def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
-        """The rows of these ascending tokens, each dequantized once, in panels of `row_multiple` rows."""
+        """Returns the rows of ascending tokens, each dequantized once, in panels of `row_multiple` rows."""
         tensors, multiple = self.onloaded_tensors(), self.weight_format.row_multiple
         device = next(iter(tensors.values())).device
         rows = torch.empty(wanted.numel(), self.embedding_dim, dtype=self.dtype, device=device)

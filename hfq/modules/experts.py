@@ -1,6 +1,4 @@
-"""QuantizedExperts: a mixture of experts whose every projection is a packed layer of its own; only routed
-experts compute.
-"""
+"""A mixture of experts whose projections are quantized layers; only routed experts compute."""
 
 from __future__ import annotations
 
@@ -16,22 +14,24 @@ __all__ = ["QuantizedExperts", "SortedExperts"]
 
 
 class QuantizedExperts(nn.ModuleList):
-    """Replaces the fused experts of a transformers model,
-    `forward(hidden_states, top_k_index, top_k_weights)`.
+    """Replaces the fused experts of a transformers model.
 
-    Expert e's layers are the modules `<e>.gate_proj`, `<e>.up_proj`, `<e>.down_proj`, or `<e>.gate_up_proj`
-    where the checkpoint fuses the first two; `<e>.up_proj`, `<e>.down_proj` where they have no gate. Each has
-    its own packed row, so that each expert is placed, read and saved by itself.
+    Its call is `forward(hidden_states, top_k_index, top_k_weights)`. Expert e's layers are the modules
+    `<e>.gate_proj`, `<e>.up_proj`, and `<e>.down_proj`. They are `<e>.gate_up_proj` and `<e>.down_proj` if
+    the
+    checkpoint fuses the first two, and `<e>.up_proj` and `<e>.down_proj` without a gate. Each has a flat
+    buffer
+    of its own, so that each expert is placed, read, and saved separately.
 
     Args:
         experts: The layers of each expert, by local name.
         apply_gate: The model's own gating, [..., 2 * intermediate] → [..., intermediate]; or its activation,
-            where it has none.
-        is_interleaved: Whether it takes gate and up channels in turns, and not one after the other.
+            if it has no gate.
+        is_interleaved: True if gate and up channels alternate, False if all gate channels come first.
 
     Attributes:
-        prefetch: Told the routed layers that rest elsewhere, in the order of their use, before the first of
-            them computes.
+        prefetch: Called with the routed offloaded layers, in the order of their use, before the first one
+            computes.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class QuantizedExperts(nn.ModuleList):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: object
     ) -> torch.Tensor:
-        """The weighted sum of the routed experts' outputs.
+        """Returns the weighted sum of the routed experts' outputs.
 
         Args:
             hidden_states: [tokens, hidden].
-            top_k_index: The experts of each token, integers [tokens, k]; what is not in [0, experts) is left
-                out.
-            top_k_weights: Their weights, [tokens, k].
+            top_k_index: The experts of each token, integers [tokens, k]. Values outside [0, experts) are
+                ignored.
+            top_k_weights: The weights of these experts, [tokens, k].
 
         Returns:
             [tokens, hidden] in the dtype of the hidden states.
@@ -78,9 +78,7 @@ class QuantizedExperts(nn.ModuleList):
         return result
 
     def _is_groupable(self, routed: Sequence[int], hidden_states: torch.Tensor) -> bool:
-        """Whether nothing but the kernel's products happens in the routed layers, and their bytes are all at
-        hand.
-        """
+        """Returns True if the routed layers only multiply, and all their bytes are in memory."""
         if (
             not routed
             or hidden_states.device.type != "cpu"
@@ -108,8 +106,10 @@ class QuantizedExperts(nn.ModuleList):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """As the loop over experts, with tokens sorted by expert and one call for each projection; None where
-        the kernel declines.
+        """Computes with tokens sorted by expert and one call per projection.
+
+        Returns:
+            The result of the loop over experts, or None if the kernel declines.
         """
         chosen, order = top_k_index.flatten().sort(stable=True)
         experts = torch.tensor(routed)
@@ -137,11 +137,11 @@ class QuantizedExperts(nn.ModuleList):
         for of_expert, part in zip(
             token.split(counts.tolist()), weighted.to(result.dtype).split(counts.tolist()), strict=True
         ):
-            result.index_add_(0, of_expert, part)  # all at once would round otherwise
+            result.index_add_(0, of_expert, part)  # one call for all experts would round differently
         return result
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Gate and up channels, as the model's gating takes them."""
+        """Returns gate and up channels in the order that the model's gating expects."""
         if len(parts) == 1:
             return parts[0]
         return torch.stack(list(parts), -1).flatten(-2) if self.is_interleaved else torch.cat(list(parts), -1)
@@ -152,21 +152,21 @@ class QuantizedExperts(nn.ModuleList):
 
 
 class SortedExperts(QuantizedExperts):
-    """Replaces the experts of Llama 4, `forward(hidden_states)`, which are given each token once for each of
-    them.
+    """Replaces the experts of Llama 4, `forward(hidden_states)`; each expert receives every token.
 
-    A token is multiplied by the router's weight before, zero where it is not routed, and such an expert's
-    output is zero.
+    Tokens are already multiplied by the router's weight. It is zero for an expert that is not routed, and so
+    is
+    that expert's output.
     """
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Each expert's outputs for its tokens.
+        """Returns each expert's outputs for its tokens.
 
         Args:
-            hidden_states: [experts * tokens, hidden]: of the first expert, then of the second, and so on.
+            hidden_states: [experts * tokens, hidden], the rows of the first expert first.
 
         Returns:
-            The same shape and dtype; nothing is computed where all of a row are zeros.
+            The same shape and dtype. Rows of zeros are not computed.
         """
         expert = torch.arange(len(self), device=hidden_states.device).repeat_interleave(
             len(hidden_states) // len(self)
@@ -176,5 +176,5 @@ class SortedExperts(QuantizedExperts):
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:
-    """The projections that an expert's input is multiplied by, in the order of their outputs."""
+    """Returns the projections that multiply an expert's input, in the order of their outputs."""
     return tuple(name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in layers)  # type: ignore[operator]

@@ -1,6 +1,4 @@
-"""A packed row: the tensors of one module, lying in the mapped checkpoint or together in one aligned
-arena.
-"""
+"""Flat buffers: the tensors of one module, in the mapped checkpoint or in one byte tensor."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ __all__ = ["FlatBuffer", "is_mappable", "map_tensors", "map_tensor", "read_tenso
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """One flat buffer that holds all of a module's tensors.
+    """One byte tensor that holds all tensors of a module.
 
     Attributes:
         buffer: uint8 [nbytes].
-        segments: Where each tensor lies in it, by local name.
+        segments: Offset, dtype, and shape of each tensor in it, by checkpoint name.
     """
 
     buffer: torch.Tensor
@@ -32,7 +30,7 @@ class FlatBuffer:
     def read(
         cls, reader: Reader, infos: Mapping[str, TensorInfo], buffer: torch.Tensor | None = None
     ) -> FlatBuffer:
-        """Reads a module's tensors into an arena in host memory: `buffer`, or a new one."""
+        """Reads a module's tensors into a flat buffer in host memory: `buffer`, or a new one."""
         segments, nbytes = flat_layout(infos)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
@@ -41,29 +39,27 @@ class FlatBuffer:
         return cls(buffer, segments)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Zero-copy views of the segments, by local name."""
+        """Returns zero-copy views of the segments, by checkpoint name."""
         return {name: _view(self.buffer, segment) for name, segment in self.segments.items()}
 
 
 def flat_layout(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, Segment], int]:
-    """Where each of a module's tensors lies in an arena, and the arena's bytes."""
+    """Returns the segments of a module's tensors in a flat buffer, and the bytes of the buffer."""
     return segment_layout((name, info.dtype, info.shape) for name, info in infos.items())
 
 
 def is_mappable(infos: Mapping[str, TensorInfo]) -> bool:
-    """Whether every tensor lies on a multiple of its own element's size, so that it can be used where it
-    is.
-    """
+    """Returns True if every tensor is aligned to its element size in the file, so that it can be mapped."""
     return all(info.range.offset % (DTYPE_BITS[info.dtype] // 8) == 0 for info in infos.values())
 
 
 def map_tensors(reader: Reader, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Zero-copy views of a module's tensors in the mapped checkpoint, by local name."""
+    """Returns zero-copy views of a module's tensors in the mapped checkpoint, by checkpoint name."""
     return {name: map_tensor(reader, info) for name, info in infos.items()}
 
 
 def map_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
-    """A zero-copy view of one stored tensor; what is written to it stays in this process."""
+    """Returns a zero-copy view of one stored tensor; writes to it stay in this process."""
     dtype = torch_dtype(info.dtype)
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=dtype)
@@ -73,7 +69,7 @@ def map_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
 
 
 def read_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
-    """One stored tensor, read into fresh host memory."""
+    """Returns one stored tensor, read into new host memory."""
     return FlatBuffer.read(reader, {"tensor": info}).tensors()["tensor"]
 
 

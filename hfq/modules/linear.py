@@ -1,4 +1,4 @@
-"""QuantizedLinear: a linear layer that holds a packed row, and never a float copy of its weight."""
+"""A linear layer that holds quantized weights and never a float copy of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class QuantizedLinear(QuantizedModule):
 
     Args:
         name: The module's name in the model, for messages.
-        in_features: The size of an input.
-        out_features: The size of an output.
+        in_features: Number of input channels.
+        out_features: Number of output rows.
         weight_format: The format of its tensors.
-        infos: Where each tensor is stored, by local on-disk name.
-        kernel: The kernel to multiply with on a CPU.
-        scheme: How activations are quantized first; None to leave them as they are.
-        accelerated: The kernel to multiply with on another device; None for the same.
+        infos: The stored tensors, by checkpoint name.
+        kernel: The kernel on a CPU.
+        scheme: Scheme that quantizes activations; None leaves them unquantized.
+        accelerated: The kernel on another device; None uses the same.
 
     Attributes:
-        outliers: How many channels were outliers so far, where the scheme is LLM.int8()'s; else None.
-        local_in_features: The size of an input here: less than `in_features` where ranks hold slices of the
+        outliers: Number of outlier channels so far under LLM.int8(); None for other schemes.
+        local_in_features: Number of input channels on this rank: fewer than `in_features` for a slice of the
             layer.
     """
 
@@ -56,10 +56,10 @@ class QuantizedLinear(QuantizedModule):
         if activations.shape[-1] != self.local_in_features or not activations.is_floating_point():
             kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"
             raise SetupError(
-                f"{self.name} was given activations of the wrong {kind}.",
+                f"{self.name} received activations of the wrong {kind}.",
                 expected=f"[..., {self.local_in_features}]",
                 found=str(list(activations.shape)),
-                fix="check the model's config against the checkpoint",
+                fix="Load the model with the config.json of this checkpoint.",
             )
         if torch.is_grad_enabled() and activations.requires_grad:
             return _Multiply.apply(activations, self)
@@ -67,10 +67,9 @@ class QuantizedLinear(QuantizedModule):
 
 
 class _Multiply(torch.autograd.Function):
-    """The multiplication as autograd sees it: it keeps the module, not the weight, and has a gradient for
-    activations only.
+    """The multiplication for autograd: it keeps the module, not the weight.
 
-    Quantizing activations is passed straight through in the backward.
+    Only activations have a gradient. The gradient passes straight through the quantization of activations.
     """
 
     @staticmethod
@@ -100,8 +99,9 @@ def _multiply(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tenso
 def _where_it_computes(
     module: QuantizedLinear, values: torch.Tensor
 ) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
-    """The kernel, and the layer's tensors and the values on one device: that of the values, or that where the
-    layer rests.
+    """Returns the kernel, and the layer's tensors and the values on one device.
+
+    That is the device of the values, or the device on which the layer is stored.
     """
     execution = module.on_cpu
     if execution is not None and execution.is_chosen(module, values):

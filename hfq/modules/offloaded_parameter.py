@@ -1,5 +1,6 @@
-"""The stand-in for a parameter that rests elsewhere: computing with it is an error, where torch would make up
-values.
+"""Stand-ins for offloaded parameters, with which no computation is possible.
+
+torch would compute made-up values from tensors on the meta device. Here such a computation is an error.
 """
 
 from __future__ import annotations
@@ -64,20 +65,20 @@ _WITHOUT_VALUES = {
     torch.Tensor.new_full,
     torch.Tensor.new_tensor,
 }
-"""What takes no values from a weight, or is what an initialisation does with it."""
+"""Functions that read no values of a weight, and those that initialization applies to it."""
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it
-    computes.
+    """A parameter on meta whose values are offloaded, and onloaded while its module computes.
 
-    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both
-    raise, as does all that takes it, or what was made of it, together with values. Moving it to where it
-    computes leaves it as it is: Trainer and Accelerate move every model.
+    torch 2.13 returns uninitialized values for `F.linear(cpu, meta)`, and meta tensors for a lookup. Here
+    both
+    raise an error, as does every function that combines the parameter, or a result of it, with values. A move
+    to its execution device leaves it unchanged: Trainer and Accelerator move every model.
 
     Attributes:
         name: Its name, for messages.
-        onload_device: Where its values are lent; None until a streamer has it.
+        onload_device: Device to which its values are onloaded; None before the offloader sets it.
     """
 
     name: str = "A parameter"
@@ -85,8 +86,9 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where its values are lent: code that takes an input to its weight takes it there. `is_meta` says
-        where they rest.
+        """Device to which the values are onloaded, for code that moves an input to its weight.
+
+        `is_meta` tells whether the parameter is offloaded.
         """
         return self.onload_device or torch.device("meta")
 
@@ -98,9 +100,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 class OffloadedValues(torch.Tensor):
-    """What was made of an `OffloadedParameter`, on meta: a view, a transpose, a sum. Computing with it is an
-    error, too.
-    """
+    """A result of an `OffloadedParameter` on meta, such as a view; computing with it is an error, too."""
 
     name: str = "A parameter"
 
@@ -110,7 +110,7 @@ class OffloadedValues(torch.Tensor):
 
 
 def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls what cannot give made-up values; what comes of it on meta is guarded in turn.
+    """Calls a function that cannot return made-up values; guards its results on meta.
 
     Raises:
         PlacementError: The function computes with the weight.
@@ -134,7 +134,7 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
             raise _not_here(func, away.name)
         is_kept = (
             is_plain or func in _MOVES or isinstance(result, torch.Size)
-        )  # which a tree would make a tuple of
+        )  # a tree map would make a tuple of it
         return result if is_kept else _pytree.tree_map(lambda leaf: _guard(leaf, away.name), result)
 
 
@@ -149,20 +149,19 @@ def _guard(leaf: Any, name: str) -> Any:
 def _not_here(func: Any, name: str) -> PlacementError:
     module = name.rpartition(".")[0]
     return PlacementError(
-        f"{getattr(func, '__name__', func)} was given a weight that is not in memory: it is lent to its own "
-        f"module alone, "
-        "while that computes.",
+        f"{name or 'A weight'} is offloaded and cannot be read directly by "
+        f"{getattr(func, '__name__', func)}.",
         tensor=name if module else None,
         expected="a call of the module that owns the weight",
         found="its weight, read by other code",
-        fix="give this module a home in memory in device_map"
-        + (f' ({{"{module}": "cpu"}})' if module else "")
-        + ", or call it",
+        fix=f'Call model.{module}(x), or add {{"{module}": "cpu"}} to device_map.'
+        if module
+        else "Call the module that owns the weight, or place it in memory by device_map.",
     )
 
 
 def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
-    """Refuses to move a weight that rests elsewhere: its values are brought to the device it was loaded for.
+    """Raises an error if an offloaded weight is moved: it is onloaded to the device it was loaded for.
 
     Raises:
         PlacementError: Another device is asked for.
@@ -171,18 +170,18 @@ def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
         asked.index is not None and device.index is not None and asked.index != device.index
     ):
         raise PlacementError(
-            f"{name} rests elsewhere than where it computes, and cannot be moved.",
+            f"{name} is offloaded and cannot be moved.",
             expected=str(device),
             found=str(asked),
-            fix="load the model with a device_map that names the device that computes",
+            fix="Load the model with a device_map that names the new device.",
         )
 
 
 def _moved(parameter: OffloadedParameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """The parameter as `func` casts it; it stays away.
+    """Returns the parameter with the dtype that `func` casts it to; it stays offloaded.
 
     Raises:
-        PlacementError: It is to be moved to another device than that it is lent on.
+        PlacementError: `func` moves it to another device than its execution device.
     """
     device, dtype = torch.device(func.__name__) if func is not torch.Tensor.to else None, None
     if func is torch.Tensor.to:

@@ -1,6 +1,4 @@
-"""What every packed module shares: it holds a packed row, in one of its backings, and never a float copy of
-its weight.
-"""
+"""Base of all quantized modules: holds the stored tensors, and never a float copy of the weight."""
 
 from __future__ import annotations
 
@@ -38,25 +36,26 @@ _RESERVED = (
     "num_embeddings",
     "embedding_dim",
 )
-"""Attributes that subclasses set, which no stored tensor may take the name of."""
+"""Attributes of subclasses; no stored tensor may take one of these names."""
 
 
 class QuantizedModule(nn.Module):
-    """Holds the tensors of one packed module.
+    """Holds the tensors of one quantized module.
 
-    They are frozen parameters under their on-disk names (`hold`; a dot becomes `__`, a taken name gets
-    `stored_` before it), or one flat frozen uint8 parameter `flat_buffer` (`hold_buffer`), or that parameter
-    cut into shards by ZeRO-3 (`hold_shard`); `state_dict` speaks on-disk names in every case. Before they are
-    held they are on `meta`, as they are for a module that rests on disk: then `onload` lends it a row for one
-    forward and `offload` takes it back. Casting the module (`half()`, `to(dtype)`) leaves every packed tensor
-    as it is. Model code that reads `weight` is given it dequantized, anew each time.
+    The tensors are held in one of three ways. `hold` keeps frozen parameters under their checkpoint names; a
+    dot becomes `__`, and a taken name gets the prefix `stored_`. `hold_buffer` keeps one flat frozen uint8
+    parameter `flat_buffer`. `hold_shard` keeps that parameter cut into shards by ZeRO-3. `state_dict` always
+    uses checkpoint names. A new module, and one whose weights are on disk, holds tensors on `meta`. Then
+    `onload` provides the tensors for one forward pass, and `offload` removes them. A cast of the module
+    (`half()`, `to(dtype)`) never changes a stored tensor. Model code that reads `weight` receives a new
+    dequantized copy each time.
 
     Args:
         name: The module's name in the model, for messages.
-        in_features: The size of an input.
-        out_features: The size of an output.
+        in_features: Number of input channels.
+        out_features: Number of output rows.
         weight_format: The format of its tensors.
-        infos: Where each tensor is stored, by local on-disk name.
+        infos: The stored tensors, by checkpoint name.
     """
 
     def __init__(
@@ -78,13 +77,11 @@ class QuantizedModule(nn.Module):
         self._cache: TensorCache | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
-        self.is_offloaded = False  # whether it is fetched for every forward, wherever it rests
+        self.is_offloaded = False  # True if the tensors are fetched for every forward pass
         self.onload_device: torch.device | None = (
-            None  # where a streamer brings it; None where it computes where it rests
+            None  # device to which the offloader onloads it; None if it computes where it is stored
         )
-        self.on_cpu: CpuExecution | None = (
-            None  # decides whether it computes where it rests, beside an accelerator
-        )
+        self.on_cpu: CpuExecution | None = None  # chooses between the CPU and an accelerator for each call
         self._attributes: dict[str, str] = {}
         for local in self.infos:
             taken = {*vars(self), *self._attributes.values()}
@@ -92,7 +89,7 @@ class QuantizedModule(nn.Module):
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keeps these tensors, zero-copy, as frozen parameters under their on-disk names."""
+        """Keeps these tensors, without a copy, as frozen parameters under their checkpoint names."""
         self._parameters.clear()
         self._segments = self._is_gathered = self._cache = None
         self._kinds = {local: (tensor.dtype, tensor.shape) for local, tensor in tensors.items()}
@@ -100,7 +97,7 @@ class QuantizedModule(nn.Module):
             self._parameters[self._attributes[local]] = _frozen(tensor)
 
     def hold_buffer(self, row: FlatBuffer) -> None:
-        """Keeps one arena as the frozen parameter `flat_buffer`."""
+        """Keeps one flat buffer as the frozen parameter `flat_buffer`."""
         self._parameters.clear()
         self._segments = row.segments
         self._is_gathered = None
@@ -110,14 +107,13 @@ class QuantizedModule(nn.Module):
     def hold_shard(
         self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]
     ) -> None:
-        """Keeps a row that others gather and let go of again: a flat parameter of the row's bytes, viewed as
-        some dtype.
+        """Keeps a flat parameter that DeepSpeed gathers and partitions, viewed as some dtype.
 
         Args:
-            parameter: Frozen; its `data` is the whole row while it is gathered, and anything else while it is
-                not.
-            segments: Where each tensor lies in the row.
-            is_gathered: Whether it is gathered.
+            parameter: Frozen. Its `data` is the whole flat buffer while it is gathered, and undefined
+                otherwise.
+            segments: Segments of the tensors in the flat buffer.
+            is_gathered: Returns True while it is gathered.
         """
         self._parameters.clear()
         self._segments = segments
@@ -126,18 +122,18 @@ class QuantizedModule(nn.Module):
         self._parameters[_FLAT] = parameter
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lends the module tensors to compute with until `offload`, in this thread alone."""
+        """Provides the tensors to compute with, in this thread only, until `offload`."""
         self._onloaded = threading.get_ident(), tensors
 
     def offload(self) -> None:
-        """Takes back what `onload` lent."""
+        """Removes the tensors that `onload` provided."""
         self._onloaded = None
 
     def onloaded_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The module's tensors by local on-disk name, where they can be computed with.
+        """Returns the tensors on the execution device, keyed by checkpoint name.
 
         Raises:
-            PlacementError: The module rests elsewhere and was not onloaded.
+            PlacementError: The module is offloaded and was not onloaded.
         """
         loaned = self._onloaded
         if loaned is not None and loaned[0] == threading.get_ident():
@@ -152,19 +148,19 @@ class QuantizedModule(nn.Module):
                 f"{self.name} was used before its weights were loaded.",
                 expected="loaded or onloaded weights",
                 found="weights on meta",
-                fix="load the model with from_pretrained(..., quantization_config=HfqConfig())",
+                fix="Load the model with from_pretrained(..., quantization_config=HfqConfig()).",
             )
         return tensors
 
     def _find_stored(self) -> tuple[Mapping[str, torch.Tensor], bool]:
-        """The module's tensors where they rest, and whether any is on `meta`.
+        """Returns the tensors on the device that stores them, and True if any is on `meta`.
 
-        They are kept until one is replaced or moves; those of a shard are for this call alone.
+        They are cached until one is replaced or moves. Those of a shard are not cached.
         """
         cache = (
             None if self._is_gathered is not None else TensorCache(self._parameters)
-        )  # before the tensors: see there
-        with torch.inference_mode(False):  # what is kept is used outside of it, too
+        )  # before the tensors: see `TensorCache`
+        with torch.inference_mode(False):  # cached tensors are also used outside of inference mode
             tensors = self.stored_tensors()
         if self.storage_kind == "tensors":
             self._check_kinds(tensors)
@@ -172,17 +168,18 @@ class QuantizedModule(nn.Module):
         return (tensors, is_meta) if cache is None else cache.keep(tensors, is_meta)
 
     def _check_kinds(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises an error if other code has replaced a stored tensor by one of another dtype or shape.
+        """Raises an error if other code replaced a stored tensor by one of another dtype or shape.
 
-        accelerate does so where it dispatches a loaded model: `set_module_tensor_to_device` casts each value
-        to the dtype of the attribute of that name, which is the dequantized weight (accelerate 1.15).
+        accelerate does so when it dispatches a loaded model: `set_module_tensor_to_device` casts each value
+        to the
+        dtype of the attribute of that name, which is the dequantized weight (accelerate 1.15).
 
         Raises:
             PlacementError: A tensor has another dtype or shape than it was loaded with.
         """
         for local, tensor in tensors.items():
             dtype, shape = self._kinds[local]
-            if local == "bias":  # of any float dtype
+            if local == "bias":  # any float dtype is fine
                 continue
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise PlacementError(
@@ -195,8 +192,9 @@ class QuantizedModule(nn.Module):
                 )
 
     def stored_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in
-        the shards of ranks.
+        """Returns the stored tensors, keyed by checkpoint name.
+
+        They are on meta if they are on disk, or in shards of several ranks.
         """
         if self._is_gathered is not None and not self._is_gathered():
             return {local: _on_meta(info) for local, info in self.infos.items()}
@@ -210,35 +208,35 @@ class QuantizedModule(nn.Module):
 
     @property
     def storage_kind(self) -> str:
-        """How its tensors are held: `tensors` one by one, or a `row`, or a row's `shard`."""
+        """Form in which the tensors are held: `tensors`, `flat_buffer`, or `shard`."""
         if self._is_gathered is not None:
             return "shard"
         return "flat_buffer" if self._segments is not None else "tensors"
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes, wherever it rests."""
+        """Execution device of the module."""
         return self.onload_device or next(
             parameter.device for parameter in self._parameters.values() if parameter is not None
         )
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in the model's dtype, as `weight` gives it; PEFT calls this of a layer that holds HQQ's
-        `W_q`.
+        """Returns the weight in the model's dtype, as `weight` does.
+
+        PEFT calls this method of a layer that has HQQ's `W_q`.
         """
         return self._dequantized()
 
     def __getattr__(self, name: str) -> Any:
-        """Gives model code a copy of the `weight` or the `bias` that it reads; the stored tensors are among
-        the parameters.
-        """
+        """Returns a copy of `weight` or `bias` for model code; other names are looked up in torch's way."""
         if name == "weight":
             return self._dequantized()
         return self._copied_bias() if name == "bias" else super().__getattr__(name)
 
     def _copied_bias(self) -> torch.Tensor | None:
-        """The bias in the model's dtype, if any: a copy, since transformers' initialisation may write to it
-        (SigLIP's does).
+        """Returns the bias in the model's dtype, or None.
+
+        It is a copy, since transformers' initialization may write to it (SigLIP's does).
         """
         stored = self.stored_tensors().get("bias")
         if stored is None:
@@ -250,8 +248,9 @@ class QuantizedModule(nn.Module):
         return bias
 
     def _dequantized(self) -> torch.Tensor:
-        """The weight in the model's dtype, as the module that was replaced held it; on meta as long as
-        nothing is loaded.
+        """Returns the weight in the model's dtype and the shape of the replaced module's weight.
+
+        It is on meta as long as nothing is loaded.
         """
         is_offloaded = any(tensor.is_meta for tensor in self.stored_tensors().values())
         if is_offloaded and self.fetch is None and self._is_gathered is None:
@@ -264,7 +263,7 @@ class QuantizedModule(nn.Module):
                     raise
                 weight = OffloadedParameter(
                     self._blank_weight(), requires_grad=False
-                )  # for code that asks for its shape or dtype
+                )  # for code that reads its shape or dtype
         weight = weight.t() if self.is_transposed else weight
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
@@ -279,13 +278,14 @@ class QuantizedModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype
-        touches.
+        """Moves the stored tensors and never casts them.
+
+        `fn` receives bytes, which a cast to a float dtype leaves unchanged.
         """
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.onload_device))
         self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
         if self._is_gathered is not None:
-            return self  # where a shard rests is settled by ZeRO
+            return self  # ZeRO decides where a shard is stored
         if self.onload_device is not None:
             check_stays(self.name, self.onload_device, probe.device)
             return self
@@ -298,7 +298,7 @@ class QuantizedModule(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Packed tensors stay frozen, whatever is asked of the layer."""
+        """Leaves the stored tensors frozen, regardless of the argument."""
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -321,13 +321,13 @@ class QuantizedModule(nn.Module):
             if found is None:
                 missing.append(prefix + local)
             elif tensor.is_meta and found.is_meta and self._is_gathered is not None:
-                continue  # a checkpoint of DeepSpeed, which holds no packed bytes
+                continue  # a DeepSpeed checkpoint, which holds no quantized bytes
             elif tensor.is_meta:
-                errors.append(f"{prefix + local}: rests on disk, where nothing is written")
+                errors.append(f"{prefix + local}: is on disk, where nothing is written")
             elif found.shape != tensor.shape or found.dtype != tensor.dtype:
                 errors.append(
                     f"{prefix + local}: expected {tensor.dtype} {list(tensor.shape)}, found {found.dtype} "
-                    f"{list(found.shape)}; packed tensors are never cast"
+                    f"{list(found.shape)}; quantized tensors are never cast"
                 )
             else:
                 tensor.copy_(found)
@@ -338,13 +338,14 @@ class QuantizedModule(nn.Module):
 
 @functools.cache
 def _names_of(cls: type) -> frozenset[str]:
-    """The names that a class uses itself."""
+    """Returns the names that a class uses itself."""
     return frozenset({*dir(cls), *_RESERVED})
 
 
 def _attribute(local: str, taken: set[str], reserved: frozenset[str]) -> str:
-    """The name of the parameter that holds a tensor: torch allows no dots, and the module's own attributes
-    are taken.
+    """Returns the attribute name of a stored tensor.
+
+    torch allows no dots in it, and it must differ from the module's other attributes.
     """
     name = local.replace(".", "__")
     while name in taken or name in reserved:
@@ -358,6 +359,6 @@ def _on_meta(info: TensorInfo) -> torch.Tensor:
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
-    # transformers never initialises a packed tensor
+    # transformers must not initialize a stored tensor
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter

@@ -1,4 +1,4 @@
-"""What a packed module remembers of its tensors from call to call."""
+"""Cache of a quantized module's tensors between calls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ __all__ = ["TensorCache"]
 
 
 class TensorCache:
-    """A module's tensors where they rest, remembered while the parameters that they are live, and are what
-    and where they were.
+    """Tensors of a module, valid while its parameters stay the same objects at the same addresses.
 
     Args:
-        parameters: The module's, before its tensors are looked for: one that another thread replaces
-            meanwhile is then noticed.
+        parameters: The module's parameters, taken before its tensors are looked up. So a parameter that
+            another thread replaces in between is noticed.
     """
 
     __slots__ = ("__weakref__", "_found", "_sources")
@@ -42,15 +41,15 @@ class TensorCache:
         ]
 
     def keep(self, tensors: Mapping[str, torch.Tensor], is_meta: bool) -> tuple[LayerTensors, bool]:
-        """Remembers the tensors, and whether any is on `meta`; returns what `find` will."""
+        """Caches the tensors, and whether any is on `meta`; returns the result of `find`."""
         self._found = found = LayerTensors(tensors), is_meta
         if any(source[1]() is None for source in self._sources):
             self._found = None
         return found
 
     def find(self, parameters: Mapping[str, nn.Parameter | None]) -> tuple[LayerTensors, bool] | None:
-        """What was remembered, where the parameters are still those; else None."""
-        found = self._found  # before the others are looked at: another thread may replace one meanwhile
+        """Returns the cached tensors, or None if a parameter changed."""
+        found = self._found  # before the comparison, since another thread may replace a parameter meanwhile
         if len(parameters) != len(self._sources):
             return None
         for (
@@ -60,7 +59,7 @@ class TensorCache:
             dtype,
             shape,
             strides,
-        ) in self._sources:  # a generator takes several times as long
+        ) in self._sources:  # a loop, since a generator is several times slower
             parameter = parameters.get(name)
             if parameter is None or source() is not parameter or parameter.data_ptr() != place:
                 return None
@@ -69,13 +68,11 @@ class TensorCache:
         return found
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a copy of the module finds its own
+        return type(None), ()  # a copy of the module builds its own cache
 
 
 def _forget(cache: weakref.ref[TensorCache], _: object) -> None:
-    """Lets go of the tensors with a parameter that is gone: they would keep its memory, until a next call or
-    for ever.
-    """
+    """Drops the tensors together with a parameter that was freed, so that its memory is freed, too."""
     alive = cache()
     if alive is not None:
         alive._found = None

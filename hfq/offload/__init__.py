@@ -1,1 +1,1 @@
-"""Brings offloaded blocks to the device they compute on, for as long as they compute."""
+"""Offloading with prefetch: onloads units of weights to their execution device while they compute."""

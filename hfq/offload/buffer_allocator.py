@@ -1,4 +1,4 @@
-"""The ring: where in one buffer the block that computes and the blocks that are read next lie."""
+"""Offsets in the offload buffer of the unit that computes and of the units that are read next."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["BufferAllocator"]
 
 
 class BufferAllocator:
-    """Gives blocks a place at one of the two ends of a buffer, or beside another block.
+    """Places units at one of the two ends of a buffer, or next to another unit.
 
-    Two places of their own size suffice where blocks are large, and memory is better spent on parts that
-    stay; a large block (an `lm_head`) does not make the place of the others large.
+    Two places of exactly the units' sizes suffice for large units, and memory is better spent on resident
+    weights. A large unit (an `lm_head`) does not enlarge the places of the others.
 
     Args:
         nbytes: The size of the buffer, a multiple of 4096.
@@ -24,20 +24,20 @@ class BufferAllocator:
         self._places: dict[int, tuple[int, int]] = {}
 
     def place_of(self, unit: int) -> int | None:
-        """The offset of a block that has a place, else None."""
+        """Returns the offset of a unit, or None if it has no place."""
         return self._places[unit][0] if unit in self._places else None
 
     def find(self, unit: int, nbytes: int, kept: Collection[int]) -> tuple[int, list[int]] | None:
-        """Finds a place for a block; `give` takes it.
+        """Finds a place for a unit; `give` assigns it.
 
         Args:
-            unit: The block that needs a place.
+            unit: The unit that needs a place.
             nbytes: Its size.
-            kept: The blocks that must not be overlapped.
+            kept: The units that must not be overwritten.
 
         Returns:
-            The offset, a multiple of 4096, and the blocks that would be overlapped; None where there is no
-            room beside `kept`.
+            The offset, a multiple of 4096, and the units that would be overwritten; None if `kept` leaves no
+            room.
         """
         top = (self.nbytes - nbytes) // PAGE * PAGE
         beside = [
@@ -45,7 +45,7 @@ class BufferAllocator:
             for start, size in self._places.values()
             for offset in (_up(start + size), start - _up(nbytes))
         ]
-        for offsets in ((0, top), beside):  # from an end, the other end is free for whatever comes next
+        for offsets in ((0, top), beside):  # a unit at one end leaves the other end free for the next unit
             candidates = [
                 (offset, self._overlapped(unit, offset, nbytes)) for offset in offsets if 0 <= offset <= top
             ]
@@ -57,15 +57,15 @@ class BufferAllocator:
         return None
 
     def give(self, unit: int, offset: int, nbytes: int) -> None:
-        """Gives a block the place that `find` found, once the blocks that it overlaps are forgotten."""
+        """Assigns a unit the place that `find` returned, after the overwritten units are forgotten."""
         self._places[unit] = offset, nbytes
 
     def forget(self, unit: int) -> None:
-        """Takes a block's place away, where it has one."""
+        """Frees the place of a unit, if it has one."""
         self._places.pop(unit, None)
 
     def clear(self) -> None:
-        """Takes every place away."""
+        """Frees all places."""
         self._places.clear()
 
     def _overlapped(self, unit: int, offset: int, nbytes: int) -> list[int]:
@@ -78,5 +78,5 @@ class BufferAllocator:
 
 
 def _up(nbytes: int) -> int:
-    """To the next multiple of a page."""
+    """Rounds up to a multiple of the page size."""
     return -(-nbytes // PAGE) * PAGE

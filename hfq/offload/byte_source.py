@@ -1,4 +1,4 @@
-"""How streamed bytes are read: past the page cache or through it, checked or not."""
+"""Reads of offloaded bytes: direct or buffered, with or without checksums."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger("hfq")
 Mode = Literal["direct", "buffered"]
 
 CHUNK_NBYTES = 8 << 20
-"""One request of one reader thread."""
+"""Bytes of one request of one reader thread."""
 
 _BUFFERED_AT_ONCE = 4
-"""Buffered reads copy, on cores that compute too; direct reads only wait."""
+"""Most buffered reads at a time. They copy on cores that also compute; direct reads only wait."""
 
 _SHARE_OF_MEMORY = 0.5
 
@@ -35,25 +35,28 @@ _SHARE_OF_MEMORY = 0.5
 class Source:
     """Reads page-aligned chunks of a checkpoint.
 
-    `"direct"` reads pass by the page cache: memory stays bounded, and a disk gives all it has. `"buffered"`
-    reads fill the page cache, so that a later pass finds the bytes there. `"auto"` is buffered where all that
-    is streamed fits into half of the memory that is available when a pass begins, and direct where it does
-    not.
+    `"direct"` reads bypass the page cache: memory stays bounded, and the disk reaches its full speed.
+    `"buffered"` reads fill the page cache, so that a later pass finds the bytes there. `"auto"` is buffered
+    if
+    all offloaded bytes fit into half of the memory that is available when a pass begins, and direct
+    otherwise.
 
     Args:
         reader: The checkpoint's reader.
-        asked: `"auto"`, `"direct"`, `"buffered"`.
-        nbytes: All that a pass streams.
-        verify: Which reads are checked against the CRC-32 that `record` took: none, the first of each chunk,
-            or all.
-        names: The files that are streamed from; where one takes no direct reads, a warning says that reads
+        asked: `"auto"`, `"direct"`, or `"buffered"`.
+        nbytes: The bytes that a pass reads.
+        verify: Reads that are compared with the CRC-32 of `record`: `"off"`, `"first"` (the first read of
+            each
+            chunk), or `"always"`.
+        names: The files with offloaded bytes. If one does not support direct reads, a warning says that reads
             are buffered.
 
     Attributes:
-        mode: How the present pass reads.
-        nbytes_read: What was read so far, without the bytes that `record` read.
-        on_read: Called in the thread that has read a chunk, with the times of `time.perf_counter` when it
-            began and was done.
+        mode: Mode of the current pass.
+        nbytes_read: The bytes read so far, without those read by `record`.
+        on_read: Called in the reader thread after each chunk, with the start and the end of the read in
+            seconds
+            of `time.perf_counter`.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Source:
         self.choose()
 
     def choose(self) -> None:
-        """Settles the mode of the next pass."""
+        """Chooses the mode of the next pass."""
         if self._asked == "auto":
             available = available_memory()
             fits = available is None or self._nbytes <= available * _SHARE_OF_MEMORY
@@ -83,13 +86,12 @@ class Source:
             self.mode = "buffered"
             if not self._has_warned:
                 logger.warning(
-                    "hfq: the file system of this checkpoint takes no direct reads; they go through the page "
-                    "cache"
+                    "hfq: the file system of this checkpoint has no direct reads; reads are buffered"
                 )
             self._has_warned = True
 
     def begin_pass(self) -> None:
-        """Checks that the files are those that were loaded, and chooses the mode of the next pass.
+        """Checks that the files did not change since the load, and chooses the mode of the next pass.
 
         Raises:
             CheckpointError: The inode, size, or modification time of a file changed.
@@ -102,11 +104,12 @@ class Source:
 
         Args:
             wanted: The chunk; its offset is a multiple of 4096.
-            target: At an address that is a multiple of 4096; as long as the chunk, rounded up to 4096.
+            target: Memory at an address that is a multiple of 4096, of the chunk's size rounded up to 4096.
 
         Raises:
             CheckpointError: The file was truncated, cannot be read, or (with `verify`) holds other bytes than
-                it did.
+                at
+                the load.
         """
         is_direct = self.mode == "direct"
         with contextlib.nullcontext() if is_direct else self._copying:
@@ -125,13 +128,13 @@ class Source:
             self._check(wanted, target)
 
     def record(self, chunks: Iterable[ByteRange], scratch: memoryview) -> None:
-        """Reads chunks once and keeps their checksums, which later reads are compared with."""
+        """Reads chunks once and keeps their checksums for the comparison with later reads."""
         for wanted in chunks:
             self.reader.read_into(wanted, scratch[: wanted.nbytes])
             self._sums[wanted] = zlib.crc32(scratch[: wanted.nbytes])
 
     def reset_after_fork(self) -> None:
-        """The child of a fork has none of the threads that held these locks."""
+        """Makes new locks, since the child of a fork lacks the threads that held the old ones."""
         self._lock, self._copying = threading.Lock(), threading.Semaphore(_BUFFERED_AT_ONCE)
         self.files.reset_after_fork()
 
@@ -150,7 +153,7 @@ class Source:
                 file=wanted.file,
                 expected=f"CRC-32 {expected:08x}",
                 found=f"CRC-32 {found:08x} in {wanted.nbytes} bytes from byte {wanted.offset}",
-                fix="check the disk; download this file again and load the model again",
+                fix="Check the disk, download this file again, and load the model again.",
             )
         if self._verify == "first":
             self._sums.pop(wanted, None)

@@ -1,6 +1,4 @@
-"""When copies and computation happened, on the host's clock, also where an accelerator does both later than
-it was asked to.
-"""
+"""Times of copies and computation on the host's clock, also for an accelerator that runs them later."""
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ __all__ = ["Clock", "CudaClock", "HostClock"]
 
 
 class Clock(Protocol):
-    """Takes stamps now, and says later what time they were."""
+    """Takes stamps, and returns their times later."""
 
     def stamp_copies(self) -> Any:
-        """A stamp of when all copies so far are done."""
+        """Returns a stamp of the time when all copies so far are done."""
 
     def stamp_compute(self) -> Any:
-        """A stamp of when all that was given to the device to compute so far is done."""
+        """Returns a stamp of the time when all computation submitted so far is done."""
 
     def seconds(self, stamp: Any) -> float:
-        """The time of a stamp in seconds, as `time.perf_counter` counts; waits for it."""
+        """Returns the time of a stamp in seconds of `time.perf_counter`; waits for it."""
 
 
 class HostClock:
-    """For a device that does what it is asked to at once."""
+    """Clock of a device that computes synchronously."""
 
     def stamp_copies(self) -> float:
         return time.perf_counter()
@@ -39,12 +37,12 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events with their times.
+    """Clock of CUDA events.
 
-    Written after the CUDA programming model, as `track.CudaCopyStream` is; it has not run on a GPU.
+    It follows the CUDA programming model, as `CudaCopyStream` does. It has not run on a GPU.
 
     Args:
-        device: The device that computes.
+        device: The execution device.
         copies: The stream that copies.
     """
 

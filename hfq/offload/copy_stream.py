@@ -1,4 +1,4 @@
-"""The track to an accelerator: copies from pinned host memory, in order, beside what computes there."""
+"""Copies from pinned host memory to an accelerator, in order, while the accelerator computes."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ logger = logging.getLogger("hfq")
 
 
 class CopyStream(Protocol):
-    """What moves bytes to the device that computes. A mark is a point in the order of the copies or of the
-    computation.
+    """Copies bytes to the execution device.
+
+    A mark is a point in the order of the copies or of the computation.
     """
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Device memory: uint8 [nbytes]."""
+        """Returns device memory: uint8 [nbytes]."""
 
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        """Makes host memory fit for copies that run beside the computation; returns it."""
+        """Pins host memory, so that copies run while the device computes; returns it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begins to copy; copies are done in the order they were begun."""
+        """Starts a copy; copies finish in the order of their starts."""
 
     def mark(self) -> Any:
-        """The point after all copies so far."""
+        """Returns the point after all copies so far."""
 
     def mark_compute(self) -> Any:
-        """The point after all that was given to the device to compute so far."""
+        """Returns the point after all computation submitted so far."""
 
     def copy_after(self, mark: Any) -> None:
-        """Lets later copies wait for a mark of the computation."""
+        """Makes later copies wait for a mark of the computation."""
 
     def compute_after(self, mark: Any) -> None:
-        """Lets later computation wait for a mark of the copies."""
+        """Makes later computation wait for a mark of the copies."""
 
     def synchronize(self, mark: Any) -> None:
-        """Waits, on the host, for a mark of the copies."""
+        """Waits on the host for a mark of the copies."""
 
     def clock(self) -> Clock:
-        """Says when copies and computation happened."""
+        """Returns the clock of copies and computation."""
 
 
 class CudaCopyStream:
-    """A CUDA stream of its own and events; memory is pinned once, nothing is allocated afterwards.
+    """A separate CUDA stream with events; memory is pinned once, and nothing is allocated afterwards.
 
-    Written after the CUDA programming model and tested with a device that is made up; it was not measured on
-    a GPU.
+    It follows the CUDA programming model and is tested with a simulated device. It has not run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,13 +106,13 @@ class CudaCopyStream:
 
 
 def _unpin(pinned: list[torch.Tensor]) -> None:
-    """Unregisters memory before it is unmapped."""
+    """Unpins memory before it is unmapped."""
     while pinned:
         torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())
 
 
 class SynchronousCopyStream:
-    """Copies at once: for accelerators whose streams hfq does not use."""
+    """Synchronous copies, for accelerators whose streams hfq does not use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,5 +144,5 @@ class SynchronousCopyStream:
 
 
 def copy_stream_to(device: torch.device) -> CopyStream:
-    """The track to a device."""
+    """Returns the copy stream of a device."""
     return CudaCopyStream(device) if device.type == "cuda" else SynchronousCopyStream(device)

@@ -1,6 +1,4 @@
-"""Embeddings that rest in a file are read by row: a forward needs as many rows as it has tokens, not the
-table.
-"""
+"""Reads of single embedding rows from disk: a forward pass needs one row per token, not the table."""
 
 from __future__ import annotations
 
@@ -23,15 +21,14 @@ _ROWS_PER_JOB = 64
 
 
 class EmbeddingTable:
-    """A table [rows, size] in a file; rows are cast to the dtype that the parameter has when they are looked
-    up.
+    """A table [rows, size] in a file; rows are cast to the parameter's dtype when they are looked up.
 
     Args:
         name: The module's name in the model, for messages.
-        weight: The table's place in the model, and where it is stored.
-        device: Where they are needed.
-        files: Reads without read-ahead, which would read as many bytes as the table has.
-        pool: Threads that read together where there are many rows.
+        weight: The parameter of the table and its stored tensor.
+        device: The execution device.
+        files: Files for reads without read-ahead, which would read the whole table.
+        pool: Threads that share the reads of many rows.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class EmbeddingTable:
         raise no_copy(f"{self.name}, whose rows are read from disk")
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The rows of these tokens: [*tokens.shape, size], each read once.
+        """Returns the rows of these tokens: [*tokens.shape, size]. Each row is read once.
 
         Raises:
             SetupError: A token is out of range.
@@ -58,10 +55,10 @@ class EmbeddingTable:
         numbers = wanted.tolist()
         if numbers and not 0 <= numbers[0] <= numbers[-1] < self.info.shape[0]:
             raise SetupError(
-                f"{self.name} was given a token that it does not have.",
+                f"{self.name} received a token outside of its table.",
                 expected=f"0 to {self.info.shape[0] - 1}",
                 found=f"{numbers[0]} to {numbers[-1]}",
-                fix="check the tokenizer against the checkpoint",
+                fix="Use the tokenizer of this checkpoint.",
             )
         try:
             rows = self._read(numbers).to(self._device, self._weight.dtype)
@@ -88,8 +85,9 @@ class EmbeddingTable:
 
 
 class _ReadsRowsOnDemand(nn.Embedding):
-    """`nn.Embedding.forward` with a table in a file; stands behind a module's own class, so that
-    `super().forward` finds it.
+    """`nn.Embedding` that looks rows up in a file.
+
+    It is the last base of a module's own class, so that `super().forward` finds it.
     """
 
     hfq_table: EmbeddingTable
@@ -99,7 +97,7 @@ class _ReadsRowsOnDemand(nn.Embedding):
 
 
 def is_table(unit: OffloadUnit) -> bool:
-    """Whether a block is an embedding alone, whose rows can be read one by one."""
+    """Returns True if a unit is a single embedding whose rows can be read one by one."""
     return (
         not unit.quantized
         and len(unit.unquantized) == 1
@@ -109,8 +107,9 @@ def is_table(unit: OffloadUnit) -> bool:
 
 
 def can_read_rows(weight: UnquantizedParameter) -> bool:
-    """Whether a parameter is the table of an embedding that only looks rows up, itself or by
-    `super().forward`.
+    """Returns True if a parameter is the table of an embedding that only looks rows up.
+
+    The embedding does so itself, or by `super().forward`.
     """
     module = weight.module
     if not isinstance(module, nn.Embedding) or weight.local != "weight" or module.max_norm is not None:

@@ -1,6 +1,4 @@
-"""Routed experts that rest elsewhere: read once they are routed to, and kept as long as a budget of bytes
-lasts.
-"""
+"""Cache of routed experts: they are read when they are routed to, and kept within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -21,20 +19,20 @@ __all__ = ["ExpertCache", "cache_nbytes"]
 Row = Mapping[str, torch.Tensor]
 
 _SHARE = 0.1
-"""Of the memory that is available, what experts may take where nobody says."""
+"""Default share of the available memory for the cache."""
 
 
 class ExpertCache:
-    """The least recently used experts leave first: which experts are routed to is skewed, and repeats.
+    """Keeps the most recently used experts: routing is skewed, and repeats.
 
     Args:
-        read: Brings a module's row to its device.
+        read: Reads a module's flat buffer to its device.
         pool: Threads that read the experts of a layer together.
         nbytes: The most bytes that are kept; 0 keeps none.
 
     Attributes:
-        hits: How often an expert was there.
-        misses: How often it had to be read.
+        hits: Number of lookups of a kept expert.
+        misses: Number of lookups that read the expert.
     """
 
     def __init__(self, read: Callable[[QuantizedModule], Row], pool: Pool, nbytes: int) -> None:
@@ -50,15 +48,13 @@ class ExpertCache:
         raise no_copy("experts that are read when they are routed to")
 
     def serve(self, module: QuantizedModule, device: torch.device) -> None:
-        """Has a module fetch its row here for every forward, and compute on this device."""
+        """Makes a module fetch its tensors here for every forward pass, and compute on this device."""
         module.fetch = functools.partial(self.fetch, module)
         module.is_offloaded = True
         module.onload_device = device
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
-        """Begins to read the modules that are not there, as many as the budget holds, in the order of their
-        use.
-        """
+        """Starts to read modules that are not kept, in the order of their use, up to the limit of bytes."""
         left = self.budget
         for module in modules:
             left -= _nbytes(module)
@@ -71,12 +67,12 @@ class ExpertCache:
                 ticket = self._reading.get(module)
                 if ticket is None or (
                     ticket.is_done() and ticket.error is not None
-                ):  # what failed is tried again
+                ):  # a failed read is repeated
                     ticket = Ticket([functools.partial(self._onload, module)])
                     self._reading[module] = self._pool.submit(ticket)
 
     def fetch(self, module: QuantizedModule) -> Row:
-        """A module's tensors on their device."""
+        """Returns a module's tensors on their device."""
         with self._lock:
             ticket = self._reading.pop(module, None)
         if ticket is not None:
@@ -93,7 +89,7 @@ class ExpertCache:
         return row
 
     def reset(self) -> None:
-        """Forgets what is being read: in the child of a fork nobody reads any more."""
+        """Forgets all reads in progress; the child of a fork has no reader threads."""
         self._lock = threading.Lock()
         self._reading.clear()
 
@@ -119,7 +115,7 @@ def _nbytes(module: QuantizedModule) -> int:
 
 
 def cache_nbytes(asked: int | None, modules: Sequence[QuantizedModule]) -> int:
-    """The most bytes to keep of these modules: what was asked for, else a tenth of the available memory."""
+    """Returns the limit of the cache: the given one, or a tenth of the available memory."""
     if asked is not None or not modules:
         return asked or 0
     return int((available_memory() or 0) * _SHARE)

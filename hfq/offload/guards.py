@@ -1,6 +1,4 @@
-"""What goes into a block and what comes out of it: inputs without values, outputs that lie in the ring,
-errors without a name.
-"""
+"""Checks at the border of a unit: inputs without values, outputs in the offload buffer, unnamed errors."""
 
 from __future__ import annotations
 
@@ -16,26 +14,24 @@ __all__ = ["no_copy", "in_unit", "own_outputs", "refuse_meta"]
 
 
 def refuse_meta(name: str, inputs: Sequence[object]) -> None:
-    """Refuses an input on meta, from which torch computes garbage: model code moved it to where a weight
-    rests.
+    """Raises an error for an input on meta, from which torch computes garbage.
+
+    Model code makes such an input when it moves a tensor to the device of an offloaded weight.
 
     Raises:
         PlacementError: An input is on meta.
     """
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
         raise PlacementError(
-            f"{name} was given an input on meta: the model's code moves it to where the weight rests, which "
-            f"is on disk.",
+            f"{name} received an input on meta: model code moved it to the device of an offloaded weight.",
             expected="an input with values",
             found="a tensor on meta",
-            fix=f'give this module a home in memory: {{"{name}": "cpu"}}',
+            fix=f'Add {{"{name}": "cpu"}} to device_map.',
         )
 
 
 def own_outputs(outputs: Any, buffer: torch.Tensor) -> Any:
-    """The outputs of a block, copied where they are views of its region, which another block will
-    overwrite.
-    """
+    """Returns the outputs of a unit; views of its buffer, which another unit overwrites, are copied."""
     own = buffer.untyped_storage().data_ptr()
 
     def is_view(value: Any) -> bool:
@@ -51,7 +47,7 @@ def own_outputs(outputs: Any, buffer: torch.Tensor) -> Any:
 
 
 def in_unit(error: HfqError, name: str) -> HfqError:
-    """The same error, with the name of the block that needed the bytes."""
+    """Returns the same error with the name of the unit that needed the bytes."""
     fields = {
         key: getattr(error, key) for key in ("fix", "file", "tensor", "rank", "expected", "found", "problems")
     }
@@ -59,10 +55,10 @@ def in_unit(error: HfqError, name: str) -> HfqError:
 
 
 def no_copy(found: str) -> SetupError:
-    """The error of a deep copy: what streams is bound to the modules it was made for."""
+    """Returns the error of a deep copy: an offloader is bound to the modules it was made for."""
     return SetupError(
         "A model with offloaded parts cannot be copied.",
-        expected="a model that rests where it computes",
+        expected="a model without offloaded parts",
         found=found,
-        fix="load it a second time instead",
+        fix="Load the model a second time.",
     )

@@ -1,9 +1,7 @@
-"""Large host buffers: private, aligned to 2 MiB, in huge pages where the system gives them, zeroed by the
-system.
+"""Large host buffers: private, zeroed, aligned to 2 MiB, in huge pages if the system provides them.
 
-Direct reads into memory of 4 KiB pages reach half the speed of those into huge pages (one request then
-carries few pages), and the first touch of small pages costs about as much as a disk. A buffer is therefore
-made once and reused.
+Direct reads into 4 KiB pages are much slower than into huge pages, since one request then carries few
+pages. The first write to small pages is slow, too. So a buffer is made once and reused.
 """
 
 from __future__ import annotations
@@ -24,29 +22,26 @@ _TOUCHES = ContextVar("touches", default=True)
 
 
 def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
-    """A zeroed uint8 tensor [nbytes] that starts on a multiple of 2 MiB, and is unmapped when the last view
-    of it is gone.
+    """Returns a zeroed uint8 tensor [nbytes] at a multiple of 2 MiB, unmapped with its last view.
 
-    Memory is taken when it is first written, or here if `is_touched`: a first read into memory that is not
-    there yet takes several times as long as a later one.
+    Memory is allocated when it is first written, or here if `is_touched`. A read into memory that is not yet
+    allocated is slower than a later one.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(memory, "madvise"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+        with contextlib.suppress(OSError):  # a kernel without huge pages rejects the advice
             memory.madvise(_MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
-    with torch.inference_mode(False):  # every mode may write it
+    with torch.inference_mode(False):  # so that it is writable in every mode
         buffer = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
         return buffer.zero_() if is_touched else buffer
 
 
 def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
-    """How many bytes of the mapping that a buffer lies in rest in huge pages; None where the system does not
-    tell.
-    """
+    """Returns the bytes of a buffer's mapping that are in huge pages, or None if the system does not tell."""
     address, is_inside = buffer.data_ptr(), False
     try:
         with open("/proc/self/smaps", encoding="utf-8") as lines:
@@ -64,8 +59,9 @@ def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
 
 @contextlib.contextmanager
 def untouched_buffers() -> Iterator[None]:
-    """Rings on the host that are made within take memory as they are used: for models whose blocks are
-    brought by other means.
+    """Makes offload buffers allocate host memory as they are used, while this context is active.
+
+    It is for models whose units are read by other code.
     """
     token = _TOUCHES.set(False)
     try:
@@ -75,5 +71,5 @@ def untouched_buffers() -> Iterator[None]:
 
 
 def touches_buffers() -> bool:
-    """Whether a ring takes all of its memory when it is made."""
+    """Returns True if an offload buffer allocates all of its memory when it is made."""
     return _TOUCHES.get()

@@ -1,9 +1,7 @@
-"""Lockstep: several forwards that share every block that is read, each computing just what it would compute
-alone.
+"""Lockstep: several forward passes that share every onloaded unit; each computes as it would alone.
 
-Each job runs in a thread of its own and stops at the border of every streamed block. A block is brought to
-its device once, and all jobs that wait for it go through it, one after the other; only one of them runs at
-any time.
+Each job runs in a thread of its own and stops before every offloaded unit. A unit is onloaded once, and all
+jobs that wait for it compute with it, one after the other. Only one job runs at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +27,9 @@ _here = threading.local()
 
 
 def current_worker(offloader: Offloader) -> Worker | None:
-    """The job of this streamer that this thread runs, where it runs one; a job may call other models, which
-    share nothing.
+    """Returns the job of this offloader that this thread runs, or None.
+
+    A job may call other models, which share nothing.
     """
     worker = _any_worker()
     return worker if worker is not None and worker.offloader is offloader else None
@@ -41,9 +40,7 @@ def _any_worker() -> Worker | None:
 
 
 def _forget_worker() -> None:
-    """A child of a fork has no other jobs, and nobody who hands it blocks: its thread runs the model as any
-    thread does.
-    """
+    """Forgets the job in the child of a fork: no other jobs run there, and its thread computes normally."""
     vars(_here).clear()
 
 
@@ -52,11 +49,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Cancelled(BaseException):
-    """Unwinds a job whose result nobody wants any more."""
+    """Unwinds a job whose result is not needed."""
 
 
 class Worker:
-    """One job: runs while it has the baton, and hands it back where it needs a block, or when it is done."""
+    """One job: it runs until it needs a unit, or until it is done."""
 
     def __init__(self, offloader: Offloader, job: Callable[[], Any], index: int) -> None:
         self.offloader = offloader
@@ -71,18 +68,18 @@ class Worker:
         self._buffer: torch.Tensor | None = None
         self._is_cancelled = False
         self.waits_for: int | None = None
-        self.depth = 0  # how many blocks it is within
+        self.depth = 0  # number of nested units
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Runs until the job needs its first block, or is done."""
+        """Runs the job until it needs its first unit, or is done."""
         self._thread.start()
         self._back.acquire()
 
     def resume(self, buffer: torch.Tensor) -> None:
-        """Gives the job its block, and runs until it needs another, or is done."""
+        """Passes the job its unit, and runs it until it needs another, or is done."""
         self._buffer, self.waits_for = buffer, None
         self._go.release()
         self._back.acquire()
@@ -95,7 +92,7 @@ class Worker:
             self._thread.join()
 
     def within(self, index: int, use: Callable[[torch.Tensor], T]) -> T:
-        """In the job's own thread: waits for a block, and gives `use` its region."""
+        """Waits, in the job's own thread, for a unit, and passes `use` its buffer."""
         if not self._is_cancelled:
             self.waits_for = index
             self._back.release()
@@ -122,9 +119,7 @@ class Worker:
 
 
 class _Modes:
-    """torch's modes of the thread that makes this, to be entered in another: gradients, inference,
-    autocast.
-    """
+    """torch's modes of the creating thread, to enter in another one: gradients, inference, and autocast."""
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -147,24 +142,24 @@ class _Modes:
 
 
 def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs jobs together, each block being read once for all that wait for it.
+    """Runs jobs together; each unit is read once for all jobs that wait for it.
 
     Args:
-        streamer: The streamer of the model that the jobs run.
-        jobs: What to run; each runs the model one or more times.
+        streamer: The offloader of the model that the jobs run.
+        jobs: Functions that each run the model one or more times.
 
     Returns:
         The results, in the order of the jobs.
 
     Raises:
-        Exception: What the first job that failed raised; the others are unwound.
+        Exception: The error of the first job that failed; the other jobs are unwound.
     """
     if (
         _any_worker() is not None
-    ):  # within a job: its blocks are shared already, or its other model would wait for this one
+    ):  # a job shares its units already, and its other model would wait for this one
         return [job() for job in jobs]
     workers = [Worker(offloader, job, index) for index, job in enumerate(jobs)]
-    with offloader.lock:  # other threads' forwards wait for their blocks
+    with offloader.lock:  # other threads' forward passes wait for their units
         offloader.source.begin_pass()
         try:
             for worker in workers:
@@ -179,9 +174,7 @@ def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> 
 
 
 def _serve(offloader: Offloader, workers: Sequence[Worker]) -> None:
-    """Brings the block that comes first in the order of the model, and lets every job through that waits for
-    it.
-    """
+    """Onloads the next unit in the order of the model, and runs every job that waits for it."""
     wanted = {worker.waits_for for worker in workers if worker.waits_for is not None}
     expected = offloader.prefetch_order.expected(len(offloader.units))
     index = next((unit for unit in expected if unit in wanted), None)
@@ -195,7 +188,7 @@ def _serve(offloader: Offloader, workers: Sequence[Worker]) -> None:
 
 
 def _let_through(offloader: Offloader, worker: Worker, buffer: torch.Tensor) -> None:
-    """Lets a job through a block, and through the blocks within it while the outer one keeps its region."""
+    """Runs a job through a unit, and through the units within it while the outer one keeps its buffer."""
     outside = worker.depth
     try:
         worker.resume(buffer)
@@ -203,7 +196,7 @@ def _let_through(offloader: Offloader, worker: Worker, buffer: torch.Tensor) -> 
         while worker.depth > outside and worker.waits_for is not None:
             offloader.within(worker.waits_for, functools.partial(_let_through, offloader, worker))
     except BaseException:
-        worker.cancel()  # an interrupt: it must be out of the block before another is read to its region
+        worker.cancel()  # an interrupted job must leave its unit before another overwrites it
         raise
 
 

@@ -1,4 +1,4 @@
-"""Regions of memory that blocks are brought to: on the host alone, or on the host and on an accelerator."""
+"""Offload buffers: memory that onloaded units occupy, on the host and on an accelerator."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["AcceleratorBuffers", "HostBuffers", "OffloadBuffers"]
 
 
 class OffloadBuffers(ABC):
-    """What both kinds share: a ring, its buffer, and the tickets of the blocks that have a place in it.
+    """Base of both kinds: an allocator, its memory, and the tickets of the units that have a place.
 
     Args:
-        layouts: The layout of each block.
+        layouts: The layout of each unit.
         source: Reads the checkpoint.
         pool: The reader threads.
-        make: Makes a buffer of so many bytes on the device that computes.
-        read_ahead_nbytes: How much may be read beyond the next block.
+        make: Allocates a number of bytes on the execution device.
+        read_ahead_nbytes: The most bytes read ahead beyond the next unit.
 
     Attributes:
-        recorder: Notes copies to an accelerator, while somebody records.
+        recorder: Records copies to an accelerator, while a recording is active.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OffloadBuffers(ABC):
         self.recorder: Recorder | None = None
 
     def clock(self) -> Clock:
-        """A clock of the device that computes."""
+        """Returns a clock of the execution device."""
         return HostClock()
 
     @property
@@ -66,8 +66,10 @@ class OffloadBuffers(ABC):
         return self.buffer.numel()
 
     def start(self, unit: int, kept: Collection[int]) -> bool:
-        """Begins to fill a region for a block, unless it has one; False where there is no room beside
-        `kept`.
+        """Starts to fill a buffer for a unit, unless it has one.
+
+        Returns:
+            False if `kept` leaves no room.
         """
         if self._is_started(unit):
             return True
@@ -75,12 +77,12 @@ class OffloadBuffers(ABC):
         found = self.allocator.find(unit, nbytes, kept)
         if found is None:
             return False
-        for other in {*found[1], unit}:  # one step at a time: an interrupt may come at any
+        for other in {*found[1], unit}:  # one step at a time, since an interrupt may come at any step
             self.drop(other)
         self.allocator.give(unit, found[0], nbytes)
         ticket = self._tickets[unit] = self._fill(
             unit, self._region(unit)
-        )  # known before anybody writes there
+        )  # registered before any thread writes there
         try:
             self.pool.submit(ticket)
         except BaseException:
@@ -89,13 +91,15 @@ class OffloadBuffers(ABC):
         return True
 
     def start_ahead(self, unit: int, kept: Collection[int]) -> bool:
-        """As `start`, for a block that is not needed yet: False where its reading would take more memory,
-        too.
+        """Starts to fill a buffer for a unit that is not needed yet.
+
+        Returns:
+            False if `kept` leaves no room, or if the read would allocate more memory.
         """
         return self.start(unit, kept)
 
     def take(self, unit: int) -> torch.Tensor:
-        """Waits for a block's region, and returns it: uint8 [the layout's nbytes].
+        """Waits for a unit's buffer, and returns it: uint8 [the layout's nbytes].
 
         Raises:
             CheckpointError: It could not be read.
@@ -110,9 +114,7 @@ class OffloadBuffers(ABC):
         return self._region(unit)
 
     def check_out(self, unit: int) -> torch.Tensor:
-        """A block in memory of its own, for one that has no room in the ring because another computes around
-        it.
-        """
+        """Returns a unit in separate memory, if the unit around it leaves no room in the offload buffer."""
         buffer = self._make(self.layouts[unit].nbytes)
         ticket = self.pool.submit(self._fill(unit, buffer))
         try:
@@ -124,10 +126,10 @@ class OffloadBuffers(ABC):
 
     @abstractmethod
     def give_back(self, unit: int) -> None:
-        """The block's forward is over; its region may be given to another."""
+        """Marks a unit's forward pass as done, so that another unit may use its buffer."""
 
     def drop(self, unit: int) -> None:
-        """Forgets what a region holds."""
+        """Forgets the contents of a unit's buffer."""
         if unit in self._tickets:
             self._tickets[unit].cancel()
             self._lost(unit)
@@ -135,7 +137,7 @@ class OffloadBuffers(ABC):
         self.allocator.forget(unit)
 
     def record(self) -> None:
-        """Takes the checksum of every chunk of every block."""
+        """Takes the checksum of every chunk of every unit."""
         scratch = _memory(huge_buffer(CHUNK_NBYTES))
         for layout in self.layouts:
             self.source.record(
@@ -143,16 +145,16 @@ class OffloadBuffers(ABC):
             )
 
     def ticket_of(self, unit: int) -> Ticket | None:
-        """The ticket of a block that has a region."""
+        """Returns the ticket of a unit that has a buffer."""
         return self._tickets.get(unit)
 
     def reset(self) -> None:
-        """Forgets everything without waiting: in the child of a fork nobody reads any more."""
+        """Forgets everything without waiting; the child of a fork has no reader threads."""
         self._tickets.clear()
         self.allocator.clear()
 
     def _is_started(self, unit: int) -> bool:
-        ticket = self._tickets.get(unit)  # what failed ahead of its time is read again
+        ticket = self._tickets.get(unit)  # a failed read-ahead is repeated
         return ticket is not None and not ticket.is_cancelled and ticket.error is None
 
     def _region(self, unit: int) -> torch.Tensor:
@@ -161,15 +163,15 @@ class OffloadBuffers(ABC):
 
     @abstractmethod
     def _lost(self, unit: int) -> None:
-        """The region of a block is about to be given to another; nobody fills it any more."""
+        """Called before a unit's buffer goes to another unit, when no thread fills it any more."""
 
     @abstractmethod
     def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
-        """The jobs that fill a region."""
+        """Returns the jobs that fill a buffer."""
 
 
 class HostBuffers(OffloadBuffers):
-    """Blocks compute where they are read."""
+    """Offload buffers of units that compute on the host."""
 
     def __init__(
         self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0
@@ -183,10 +185,10 @@ class HostBuffers(OffloadBuffers):
         )
 
     def give_back(self, unit: int) -> None:
-        """Nothing follows: who computed here is done with it."""
+        """Does nothing: the computation on the host is already done."""
 
     def _lost(self, unit: int) -> None:
-        """Nothing follows: nobody else has written to it."""
+        """Does nothing: no other thread has written to the buffer."""
 
     def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
         layout, memory = self.layouts[unit], _memory(buffer)
@@ -200,19 +202,19 @@ class HostBuffers(OffloadBuffers):
 
 
 class AcceleratorBuffers(OffloadBuffers):
-    """Blocks are read to pinned host memory and copied from there to the accelerator, each chunk as soon as
-    it is read.
+    """Offload buffers of units that are read to pinned host memory and copied to an accelerator.
 
-    Blocks that rest in host memory are read once, when the model is loaded, and copied from there for every
-    forward.
+    Each chunk is copied as soon as it is read. Units in host memory are read once, during the load, and
+    copied
+    from there for every forward pass.
 
     Args:
-        layouts: The layout of each block.
+        layouts: The layout of each unit.
         source: Reads the checkpoint.
         pool: The reader threads.
         copy_stream: Copies to the accelerator.
-        resident: The blocks that rest in host memory.
-        read_ahead_nbytes: How much may be read beyond the next block, on the device and on the host.
+        resident: The units that are stored in host memory.
+        read_ahead_nbytes: The most bytes read ahead beyond the next unit, on the device and on the host.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class AcceleratorBuffers(OffloadBuffers):
 
     @property
     def resident_nbytes(self) -> int:
-        """The pinned host bytes of the blocks that rest there."""
+        """The pinned host bytes of the units that are stored there."""
         return sum(memory.numel() for memory in self._resident.values())
 
     def clock(self) -> Clock:
@@ -313,7 +315,7 @@ class AcceleratorBuffers(OffloadBuffers):
             self._copy_stream.copy(target, source)
 
     def _staging_for(self, unit: int) -> torch.Tensor:
-        """Host memory to read to, from which nothing is copied any more."""
+        """Returns host memory to read to, from which no copy is still running."""
         found, nbytes = self._find_staging(unit), self.layouts[unit].nbytes
         if found is None:
             return huge_buffer(nbytes)

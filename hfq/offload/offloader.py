@@ -1,9 +1,7 @@
-"""The offloader: keeps the block that computes and the block that comes next on their device, and nothing
-else.
+"""The offloader: keeps the unit that computes and the next unit on their device, and no other.
 
-Reader threads fill one end of a ring while the block at the other end computes, over the border between two
-blocks and over the end of a pass into the next one, so that a forward takes the longer of reading and
-computing and not their sum.
+Reader threads fill one end of the offload buffer while the unit at the other end computes, also across the
+end of a pass. So a forward pass takes the longer of reading and computing, not their sum.
 """
 
 from __future__ import annotations
@@ -53,15 +51,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """How a streamer reads.
+    """Options of an offloader.
 
     Attributes:
         mode: `"direct"`, `"buffered"`, or `"auto"`: see `Source`.
-        verify: Which reads are checked: see `Source`.
-        threads: Reader threads.
-        expert_cache_nbytes: The most bytes of routed experts that are kept; None takes a tenth of the memory
-            available at first.
-        read_ahead_nbytes: How much is read ahead beyond the next block, where blocks are small.
+        verify: Reads that are checked: see `Source`.
+        threads: Number of reader threads.
+        expert_cache_nbytes: The most bytes of routed experts that are kept; None means a tenth of the memory
+            that is available at the load.
+        read_ahead_nbytes: The most bytes read ahead beyond the next unit, if units are small.
     """
 
     mode: str = "auto"
@@ -72,28 +70,28 @@ class OffloadOptions:
 
 
 class Offloader:
-    """Wraps the forward of every block, so that its offloaded parts are on `device` during it and nowhere
-    after it.
+    """Wraps the forward of every unit, so that its offloaded weights are on `device` only during it.
 
-    The wrapper is put around `module.forward`, as accelerate's hooks are, because torch's own hooks are
-    skipped when a forward is interrupted from the keyboard.
+    The wrapper replaces `module.forward`, as accelerate's hooks do, because torch's own hooks are skipped
+    when
+    a forward pass is interrupted from the keyboard.
 
     Args:
-        units: The blocks, none within another.
+        units: The units; none contains another.
         reader: Reads the checkpoint.
-        device: Where the blocks compute.
-        on_demand: Packed modules that are fetched when they compute and belong to no block, as routed
+        device: The execution device of the units.
+        on_demand: Quantized modules that belong to no unit and are fetched when they compute, such as routed
             experts.
-        options: How it reads.
-        root: The whole model: its forward is one pass over the blocks.
+        options: Options of the reads.
+        root: The whole model: its forward is one pass over the units.
 
     Attributes:
-        prefetch_order: The order of the blocks, and how often it was wrong.
-        lock: Held by the thread that is within a block.
-        stall_seconds: How long forwards waited for their block.
-        buffer_overflows: How often a block had no room in the ring.
-        passes: How many forwards of the whole model were completed.
-        recorder: Notes what happens and when, while somebody records (`recorder.recording`).
+        prefetch_order: The expected order of the units, with its misses.
+        lock: Held by the thread that computes a unit.
+        stall_seconds: Seconds for which forward passes waited for their unit.
+        buffer_overflows: Number of times that a unit had no room in the offload buffer.
+        passes: Number of completed forward passes of the whole model.
+        recorder: Records spans while a recording is active (`recorder.recording`).
     """
 
     def __init__(
@@ -136,19 +134,19 @@ class Offloader:
         raise no_copy(f"{len(self.units)} streamed blocks")
 
     def close(self) -> None:
-        """Joins the reader threads and closes their files; a later forward is an error."""
+        """Joins the reader threads and closes their files; a later forward pass is an error."""
         self._finalizer()
         self.source.files.close()
 
     def within(self, index: int, use: Callable[[torch.Tensor], T]) -> T:
-        """Brings a block to its region and gives it to `use`; other threads wait, and the next block is read
-        meanwhile.
+        """Onloads a unit and passes its buffer to `use`; meanwhile the next unit is read.
 
-        An interrupt from the keyboard may come within any call: what must be put right is put right without
-        one, or by the next forward of the block.
+        Other threads wait. An interrupt from the keyboard may come in any call. The state is restored by code
+        that
+        an interrupt cannot skip, or by the next forward pass of the unit.
 
         Raises:
-            CheckpointError: The block could not be read.
+            CheckpointError: The unit could not be read.
         """
         use = use if self.recorder is None else self.recorder.computing(index, use)
         with self.lock:
@@ -285,9 +283,7 @@ class Offloader:
         self._prefetch(outer)
 
     def _prefetch(self, kept: Sequence[int]) -> None:
-        """Begins to read what comes next, as far as there is room beside what is in use and what comes
-        sooner.
-        """
+        """Starts to read the next units, as far as the units in use and those needed sooner leave room."""
         kept = list(kept)
         if self._finalizer.alive:
             for index in self.prefetch_order.expected(len(self.units)):
@@ -296,9 +292,7 @@ class Offloader:
                 kept.append(index)
 
     def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
-        """A module's tensors on the device, in memory of their own: from the checkpoint, or from where it
-        rests in memory.
-        """
+        """Returns a module's tensors on the device, in new memory, from the checkpoint or host memory."""
         if not is_on_disk(module):
             return {local: tensor.to(self.device) for local, tensor in module.stored_tensors().items()}
         started, recorder = time.perf_counter(), self.recorder
@@ -318,12 +312,12 @@ class Offloader:
         )
 
     def _record(self) -> None:
-        """Takes the checksums of everything that is streamed, where reads are verified."""
+        """Takes the checksums of all offloaded bytes, if reads are verified."""
         if self.source.is_verified:
             self.buffers.record()
 
     def reset_after_fork(self) -> None:
-        """The child of a fork has no reader threads, and does not know what they had read."""
+        """Forgets the reader threads and their reads, which the child of a fork does not have."""
         self.lock = threading.RLock()
         self._in_use = ()
         self.source.reset_after_fork()

@@ -1,4 +1,4 @@
-"""In which order blocks are expected: recorded while the model runs, never assumed for good."""
+"""Predicts the next unit from the order of the last complete forward pass."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["PrefetchOrder"]
 
 
 class PrefetchOrder:
-    """The order of the last complete pass; before the first one, the order of the model's modules.
+    """Order of the units in the last complete pass; before the first one, the order of the modules.
 
-    A pass is one forward of the whole model, and the next pass is expected to follow at once, so that what
-    comes after the last block is the first one. A block that was not the expected one is counted, and the
-    order is taken up again behind it.
+    A pass is one forward of the whole model. The next pass is expected to follow immediately, so the last
+    unit
+    is followed by the first. A unit that was not expected is counted, and the prediction goes on behind it.
 
     Args:
-        order: The blocks in the order of the modules.
+        order: The units in the order of the modules.
 
     Attributes:
-        prefetch_misses: How often another block came than was expected.
-        unit_forwards: How often a block came.
+        prefetch_misses: Number of units that were not the expected one.
+        unit_forwards: Number of forward passes of units.
     """
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -30,19 +30,19 @@ class PrefetchOrder:
         self.prefetch_misses = self.unit_forwards = 0
 
     def begin(self) -> None:
-        """A forward of the whole model begins, in this thread."""
+        """Marks the begin of a forward pass of the whole model in this thread."""
         self._recorded[threading.get_ident()] = []
         self._next = 0
 
     def end(self, is_complete: bool) -> None:
-        """The forward of the whole model is over; its order is learned where it was `is_complete`."""
+        """Marks the end of a forward pass of the whole model, and learns its order if it `is_complete`."""
         recorded = self._recorded.pop(threading.get_ident(), [])
         if is_complete and recorded:
             self._order = recorded
             self._next = 0
 
     def visit(self, unit: int) -> bool:
-        """A block begins; returns whether it was the expected one."""
+        """Marks the begin of a unit; returns True if it was the expected one."""
         self.unit_forwards += 1
         recorded = self._recorded.get(threading.get_ident())
         if recorded is not None:
@@ -57,7 +57,7 @@ class PrefetchOrder:
         return step == 0
 
     def expected(self, count: int) -> list[int]:
-        """The next `count` blocks, each once, over the end of a pass into the next one."""
+        """Returns the next `count` distinct units, also across the end of a pass."""
         order, position = self._order, self._next
         upcoming = (order[(position + step) % len(order)] for step in range(len(order)))
         return list(dict.fromkeys(upcoming))[:count]

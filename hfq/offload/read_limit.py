@@ -1,4 +1,4 @@
-"""What the disk gives: the measure of what streaming achieves."""
+"""Bandwidth of the disk, with which the bandwidth of offloading is compared."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from hfq.offload.unit_layout import UnitLayout
 
 __all__ = ["measure_limit"]
 
-_THREADS = 8  # as `OffloadOptions.threads`, whose reads it is compared with
+_THREADS = 8  # the same number as `OffloadOptions.threads`, for a fair comparison
 _MOST_NBYTES = 1 << 30
 
 
 def measure_limit(source: Source, layouts: Sequence[UnitLayout]) -> float | None:
-    """Reads what is streamed (at most 1 GiB of it) past the page cache with eight threads, and computes
-    nothing.
+    """Reads at most 1 GiB of the offloaded bytes with direct reads of eight threads, without computing.
 
     Returns:
-        Bytes per second, or None where the file system has no direct reads or nothing is streamed.
+        Bytes per second, or None if the file system has no direct reads or nothing is offloaded.
     """
     wanted = [chunk for layout in layouts for run in layout.runs for chunk, _ in run.chunks(CHUNK_NBYTES)]
     if not wanted or not all(source.files.supports_direct(chunk.file) for chunk in wanted):

@@ -1,4 +1,4 @@
-"""Reader threads: they fill regions of memory while the model computes."""
+"""Reader threads that fill offload buffers while the model computes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Job = Callable[[], None]
 
 
 class Ticket:
-    """One region that is being filled: done when all of its jobs are, failed with the first error among them.
+    """One buffer that is being filled; it is done when all jobs are, and fails with their first error.
 
     Args:
-        jobs: What fills the region, each safe to run beside the others.
-        then: What is done once, after the last job and in its thread.
+        jobs: Functions that fill the buffer, each safe to run in parallel with the others.
+        then: Function that runs once after the last job, in its thread.
     """
 
     def __init__(self, jobs: Iterable[Job], then: Job | None = None) -> None:
@@ -40,10 +40,10 @@ class Ticket:
             self._conclude()
 
     def wait(self) -> None:
-        """Waits until the region is filled.
+        """Waits until the buffer is filled.
 
         Raises:
-            HfqError: What went wrong in the first job that failed.
+            HfqError: The error of the first job that failed.
         """
         self._done.wait()
         if self.error is not None:
@@ -53,26 +53,23 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Drops the jobs that have not begun, and waits for those that have: afterwards nobody writes to the
-        region.
+        """Drops the jobs that have not started, and waits for the others; then no thread writes to the
+        buffer.
 
-        It may be called again where an interrupt ended it, and for a ticket of which not every job was handed
-        to a pool.
+        It may be called again after an interrupt, and for a ticket whose jobs were only partly submitted.
         """
         self.is_cancelled = True
         self._drop()
         self._done.wait()
 
     def refuse(self, error: BaseException) -> None:
-        """Fails, unless all jobs have begun."""
+        """Fails, unless all jobs have started."""
         if self._waiting:
             self.error = self.error or error
         self._drop()
 
     def run_next(self) -> None:
-        """Runs one of the jobs that have not begun, in a thread of the pool; nothing where they were
-        dropped.
-        """
+        """Runs one job that has not started, in a thread of the pool; does nothing if there is none."""
         self.started.set()
         with self._lock:
             if not self._waiting:
@@ -82,11 +79,11 @@ class Ticket:
         try:
             if not self.is_cancelled and self.error is None:
                 job()
-        except BaseException as error:  # it is raised again where the region is waited for
+        except BaseException as error:  # raised again in the thread that waits for the buffer
             self.error = self.error or error
         with self._lock:
             is_last = not self._waiting and self._running == 1
-            self._running -= not is_last  # the last one counts as running until what comes last is done, too
+            self._running -= not is_last  # the last job counts as running until `then` is done, too
         if is_last:
             self._conclude()
 
@@ -109,11 +106,10 @@ class Ticket:
 
 
 class Pool:
-    """A few daemon threads that take jobs in the order they were given; they start with the first job and end
-    with `close`.
+    """Daemon threads that run jobs in the order of submission, from the first job until `close`.
 
     Attributes:
-        busy_seconds: The time during which at least one job ran.
+        busy_seconds: Seconds during which at least one job ran.
     """
 
     def __init__(self, threads: int) -> None:
@@ -122,7 +118,7 @@ class Pool:
         _pools.add(self)
 
     def submit(self, ticket: Ticket) -> Ticket:
-        """Hands the jobs of a ticket to the threads.
+        """Submits the jobs of a ticket to the threads.
 
         Raises:
             SetupError: The pool is closed.
@@ -133,7 +129,7 @@ class Pool:
                     "The reader threads of this model were closed.",
                     expected="an open model",
                     found="a model that was closed",
-                    fix="load the model again",
+                    fix="Load the model again.",
                 )
             for _ in range(ticket.count):
                 self._queue.put(ticket)
@@ -144,7 +140,9 @@ class Pool:
                 self._threads.append(thread)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the system gives no more: those that run do all the work
+                except (
+                    RuntimeError
+                ) as error:  # the system allows no more threads, so the running ones do all the work
                     self._threads.remove(thread)
                     if not self._threads:
                         ticket.refuse(_no_thread(error))
@@ -156,7 +154,7 @@ class Pool:
         return self._clock.seconds
 
     def close(self) -> None:
-        """Drops what has not begun, and joins the threads."""
+        """Drops the jobs that have not started, and joins the threads."""
         with self._lock:
             self._is_closed = True
             threads = self._threads.copy()
@@ -170,7 +168,7 @@ class Pool:
             self._queue.put(None)
         if (
             threading.current_thread() not in threads
-        ):  # a reader that drops the last reference may hold what another waits for
+        ):  # a reader that drops the last reference may hold a lock that another one waits for
             for thread in threads:
                 if thread.ident is not None:  # an interrupt may have come before it was started
                     thread.join()
@@ -184,7 +182,7 @@ class Pool:
 
 
 class _Clock:
-    """Sums up the time during which anybody is busy."""
+    """Sums up the time during which at least one thread is busy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -206,7 +204,7 @@ class _Clock:
 
 
 def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
-    """A thread of the pool; it knows the pool's parts and not the pool, so that it keeps no model alive."""
+    """Runs in a thread of the pool; it refers to the pool's parts only, so that it keeps no model alive."""
     while (ticket := jobs.get()) is not None:
         with clock:
             ticket.run_next()
@@ -218,16 +216,16 @@ def _no_thread(error: RuntimeError) -> SetupError:
         "No reader thread could be started.",
         expected="one thread or more",
         found=error,
-        fix="raise the limit of threads (ulimit -u, or the container's), or end other processes",
+        fix="Raise the limit of threads (ulimit -u, or the container's), or end other processes.",
     )
 
 
 def _closed() -> SetupError:
     return SetupError(
-        "A part of the model was dropped while it was read.",
+        "A part of the model was closed while it was read.",
         expected="a model in use",
         found="a model that was closed",
-        fix="load the model again",
+        fix="Load the model again.",
     )
 
 
@@ -235,7 +233,7 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _forget_threads() -> None:
-    """Threads do not survive a fork: a child starts its own with its first job."""
+    """Forgets the threads in the child of a fork, which starts its own with its first job."""
     for pool in list(_pools):
         pool._reset()
 

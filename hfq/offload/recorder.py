@@ -1,6 +1,4 @@
-"""What was read, copied, waited for and computed, and when: recorded while somebody asks for it, and nothing
-otherwise.
-"""
+"""Records reads, copies, waits, and computation with their times, while a recording is active."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ class Recorder:
     """Collects spans from the threads that read and the thread that computes.
 
     Args:
-        clock: Stamps what an accelerator does later than it was asked to.
-        units: The names of the blocks, by their numbers.
-        chunks: Which block each chunk of a file is read for.
+        clock: Stamps work that an accelerator does asynchronously.
+        units: The names of the units, in the order of their numbers.
+        chunks: The unit of each chunk of a file.
     """
 
     def __init__(
@@ -46,21 +44,17 @@ class Recorder:
         self._copying = threading.Lock()
 
     def note(self, track: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
-        """Notes what took from one time of `time.perf_counter` to another; a block may be given by its
-        number.
-        """
+        """Records a span between two times of `time.perf_counter`; a unit may be given by its number."""
         self._notes.append((track, unit if isinstance(unit, str) else self._units[unit], start, end, nbytes))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
-        """Notes that a chunk was read."""
+        """Records the read of a chunk."""
         if chunk in self._chunks:
             self.note("read", self._chunks[chunk], start, end, chunk.nbytes)
 
     @contextlib.contextmanager
     def copying(self, unit: int, nbytes: int) -> Iterator[None]:
-        """Notes the copies that are begun within this; other threads' copies wait, so as not to be counted
-        along.
-        """
+        """Records the copies that start in this context; copies of other threads wait until it ends."""
         with self._copying:
             start = self._clock.stamp_copies()
             yield
@@ -69,7 +63,7 @@ class Recorder:
     def computing(
         self, unit: int | str, use: Callable[[torch.Tensor], T], track: str = "compute"
     ) -> Callable[[torch.Tensor], T]:
-        """`use`, noted as what a block computes."""
+        """Returns `use`, recorded as the computation of a unit."""
         name = unit if isinstance(unit, str) else self._units[unit]
 
         def noted(region: torch.Tensor) -> T:
@@ -82,15 +76,15 @@ class Recorder:
         return noted
 
     def stamp(self) -> Any:
-        """A stamp of when all that was given to the device so far is computed."""
+        """Returns a stamp of the time when all computation submitted so far is done."""
         return self._clock.stamp_compute()
 
     def note_computed(self, track: str, name: str, start: Any) -> None:
-        """Notes what was given to the device since a stamp."""
+        """Records the computation that was submitted since a stamp."""
         self._notes.append((track, name, start, self._clock.stamp_compute(), 0))
 
     def spans(self) -> list[Span]:
-        """What was noted so far, by its start; waits for an accelerator to be done with it."""
+        """Returns all spans so far in the order of their starts; waits for an accelerator to finish them."""
 
         def seconds(stamp: Any) -> float:
             return (stamp if isinstance(stamp, float) else self._clock.seconds(stamp)) - self._began
@@ -104,17 +98,17 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(offloader: Offloader) -> Iterator[Recorder]:
-    """Records what a streamer does meanwhile.
+    """Records the work of an offloader while this context is active.
 
     Raises:
-        SetupError: It is being recorded already.
+        SetupError: A recording is already active.
     """
     if offloader.recorder is not None:
         raise SetupError(
-            "This model's streaming is being recorded already.",
+            "A recording of this model is already active.",
             expected="one recording at a time",
             found="a second one",
-            fix="end the first one, or record all of it as one",
+            fix="End the first recording before the next one.",
         )
     chunks = {
         wanted: index

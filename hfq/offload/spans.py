@@ -1,4 +1,4 @@
-"""Spans: something that took time, as plain data."""
+"""Spans: named intervals of time, as plain data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ TRACKS = {
     "compute": "a streamed block computes",
     "other": "a part that is not streamed computes",
 }
-"""What a span may be of."""
+"""Meaning of each track."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """A named interval of time.
 
     Attributes:
         track: A key of `TRACKS`.
-        name: The block or module.
-        start: Seconds since the recording began; negative where it had begun before.
+        name: The unit or module.
+        start: Seconds since the recording began; negative for work that had begun before.
         end: Seconds since the recording began.
-        nbytes: The bytes that were read or copied.
+        nbytes: The bytes read or copied.
     """
 
     track: str

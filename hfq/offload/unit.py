@@ -1,4 +1,4 @@
-"""Blocks: what is brought to its device as one, and how its parts are lent views of the region it lies in."""
+"""Offload units: weights that are onloaded together, and their views of the offload buffer."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ __all__ = [
 T = TypeVar("T")
 
 _VIEWS = 16
-"""For how many places of a block its views are kept."""
+"""Number of buffer offsets for which a unit's views are kept."""
 
 OffloadedWeights = tuple["UnquantizedParameter", nn.Parameter]
 
 
 @dataclass(frozen=True)
 class UnquantizedParameter:
-    """A parameter that is not packed and does not rest where it computes; cast to its own dtype when it is
-    brought there.
+    """An unquantized offloaded parameter; it is cast to its own dtype when it is onloaded.
 
-    `device` is where it rests: `disk`, or `cpu` where an accelerator computes.
+    `device` is the device that stores it: `disk`, or `cpu` if an accelerator computes.
     """
 
     module: nn.Module
@@ -47,31 +46,31 @@ class UnquantizedParameter:
     device: str = "disk"
 
     def give(self, value: torch.Tensor) -> nn.Parameter:
-        """Puts a value in the parameter's place, and returns what was there."""
+        """Replaces the parameter by a value, and returns the previous one."""
         offloaded = self.module._parameters[self.local]
         self.module._parameters[self.local] = value if isinstance(value, nn.Parameter) else _frozen(value)
         return offloaded  # type: ignore[return-value]
 
     def onload_to(self, name: str, device: torch.device) -> None:
-        """Tells the parameter where it will be brought."""
+        """Sets the device to which the parameter is onloaded."""
         parameter = self.module._parameters[self.local]
         if isinstance(parameter, OffloadedParameter):
             parameter.name, parameter.onload_device = name, device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is cast to."""
+        """The dtype to which the parameter is cast."""
         return self.module._parameters[self.local].dtype  # type: ignore[union-attr]
 
     def is_offloaded(self) -> bool:
-        """Whether the module has the parameter, and it is not lent now."""
+        """Returns True if the module has the parameter, and it is not onloaded now."""
         parameter = self.module._parameters[self.local]
         return parameter is not None and parameter.is_meta
 
 
 @dataclass(frozen=True)
 class OffloadUnit:
-    """A module whose forward needs these offloaded parts, and no other module's forward in between."""
+    """A module whose forward needs these offloaded weights, without another unit's forward in between."""
 
     name: str
     module: nn.Module
@@ -79,47 +78,48 @@ class OffloadUnit:
     unquantized: tuple[UnquantizedParameter, ...]
 
     def moved(self, device: torch.device) -> tuple[QuantizedModule, ...]:
-        """The packed modules that must be brought to a device; the others rest in memory it computes with."""
+        """Returns the quantized modules to onload to a device; the others are stored in memory it can use."""
         return tuple(module for module in self.quantized if device.type != "cpu" or is_on_disk(module))
 
     def onload_to(self, device: torch.device) -> None:
-        """Tells every part where it will be brought."""
+        """Sets the device to which all parts are onloaded."""
         for module in self.moved(device):
             module.onload_device = device
         for weight in self.unquantized:
             weight.onload_to(f"{self.name}.{weight.local}", device)
 
     def infos(self, device: torch.device) -> list[TensorInfo]:
-        """The stored tensors that must be brought to a device."""
+        """Returns the stored tensors to onload to a device."""
         quantized = [info for module in self.moved(device) for info in module.infos.values()]
         return [*quantized, *(weight.info for weight in self.unquantized)]
 
 
 def is_on_disk(module: QuantizedModule) -> bool:
-    """Whether a packed module rests on disk."""
+    """Returns True if a quantized module is stored on disk."""
     return any(tensor.is_meta for tensor in module.stored_tensors().values())
 
 
 def is_unit_on_disk(unit: OffloadUnit) -> bool:
-    """Whether any part of a block rests on disk."""
+    """Returns True if any part of a unit is stored on disk."""
     return any(is_on_disk(module) for module in unit.quantized) or any(
         weight.device == "disk" for weight in unit.unquantized
     )
 
 
 class Binding:
-    """Lends the parts of one block views of the region that it lies in.
+    """Gives the parts of one unit views of its buffer.
 
-    The views are made once for each place in the ring. While autograd records, dense parameters are copies:
-    it keeps them for the backward, when the region holds another block. A packed layer keeps its module
-    instead, and reads its row again.
+    The views are made once for each offset in the offload buffer. While autograd records, unquantized
+    parameters are copies, since it keeps them for the backward, when the buffer holds another unit. A
+    quantized
+    layer keeps its module instead, and reads its weights again.
 
     Args:
-        unit: The block.
-        layout: Where its tensors lie in a region.
-        device: Where it computes.
-        buffer: The memory that regions lie in; views of a region apart from it would keep that in memory, and
-            are not kept.
+        unit: The unit.
+        layout: Offsets of its tensors in a buffer.
+        device: The execution device.
+        buffer: The offload buffer. Views of other memory are not kept, since they would keep that memory
+            allocated.
     """
 
     def __init__(
@@ -135,8 +135,9 @@ class Binding:
         self._is_loaned = False
 
     def during(self, buffer: torch.Tensor, forward: Callable[[], T]) -> T:
-        """What `forward` gives while every part has its view of a region; afterwards all are on meta again,
-        or what they were.
+        """Calls `forward` while every part has its view of a buffer, and returns its result.
+
+        Afterwards all parts are on meta again, or as they were before.
         """
         before = len(self._offloaded)
         try:
@@ -146,9 +147,7 @@ class Binding:
             self._return(before)
 
     def recover(self) -> None:
-        """Takes back what an interrupted forward has left lent: its views would show another block's
-        bytes.
-        """
+        """Removes the views that an interrupted forward pass left: they would show another unit's bytes."""
         if self._offloaded or self._is_loaned:
             self._return(0)
 
@@ -168,9 +167,7 @@ class Binding:
                 weight.give(value)
 
     def _return(self, before: int) -> None:
-        """Leaves parts on meta again, so that a late use of them fails and does not read another block's
-        bytes.
-        """
+        """Puts the parts back on meta, so that a late use fails and does not read another unit's bytes."""
         while len(self._offloaded) > before:
             weight, parameter = self._offloaded[-1]
             weight.module._parameters[weight.local] = parameter
@@ -206,11 +203,11 @@ class Binding:
 
 
 def owners_within(unit: OffloadUnit) -> dict[nn.Module, list[UnquantizedParameter]]:
-    """The modules within a block that own its dense parameters.
+    """Returns the modules within a unit that own its unquantized parameters.
 
-    They matter where a block's forward runs without its wrapper, as when transformers recomputes it for
-    gradient checkpointing (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then
-    read when its own module is called.
+    They matter if a unit's forward runs without its wrapper, as when transformers recomputes it for gradient
+    checkpointing (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23). Each part is then read when
+    its own module is called.
     """
     owners: dict[nn.Module, list[UnquantizedParameter]] = {}
     for weight in unit.unquantized:

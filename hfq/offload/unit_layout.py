@@ -1,6 +1,4 @@
-"""Where the stored tensors of one block lie in one contiguous region of memory, and which reads fill it: pure
-data.
-"""
+"""Layout of a unit's tensors in one contiguous buffer, and the reads that fill it, as plain data."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ __all__ = ["GAP_NBYTES", "PAGE", "UnitLayout", "Run", "lay_out"]
 
 PAGE = DIRECT_ALIGNMENT
 GAP_NBYTES = 64 << 10
-"""Neighbours on file that lie no further apart are read together, the gap along with them."""
+"""Most bytes between two neighbors in a file that are read together, including the gap."""
 
 _COPY_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of one file that are read together to one place of the region.
+    """Bytes of one file that are read together to one offset of the buffer.
 
     Attributes:
         source: The bytes that are needed.
-        offset: Where the page of the first of them begins in the region: a multiple of 4096, as in the file.
+        offset: Offset in the buffer of the first page, a multiple of 4096 as in the file.
     """
 
     source: ByteRange
@@ -34,7 +32,7 @@ class Run:
 
     @property
     def lead(self) -> int:
-        """The bytes between the start of the first page and the first byte that is needed."""
+        """The bytes between the start of the first page and the first needed byte."""
         return self.source.offset % PAGE
 
     @property
@@ -43,8 +41,9 @@ class Run:
         return -(-(self.lead + self.source.nbytes) // PAGE) * PAGE
 
     def chunks(self, size: int) -> Iterable[tuple[ByteRange, int]]:
-        """(page-aligned range of the file, its offset in the region) in pieces of `size`; the last ends with
-        what is needed.
+        """Returns (page-aligned range of the file, its offset in the buffer) in pieces of `size`.
+
+        The last piece ends with the last needed byte.
         """
         start, end = self.source.offset - self.lead, self.source.offset + self.source.nbytes
         for first in range(start, end, size):
@@ -53,14 +52,13 @@ class Run:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """A region that holds the tensors of a block, laid out as they lie on file.
+    """Layout of a buffer that holds the tensors of a unit in their order in the file.
 
     Attributes:
-        runs: What is read, in the order of the files.
-        places: The offset in the region of each tensor.
-        copies: (from, to, nbytes) within the region, for tensors that do not lie on a multiple of their
-            element's size.
-        nbytes: The size of the region, a multiple of 4096.
+        runs: The reads, in the order of the files.
+        places: The offset of each tensor in the buffer.
+        copies: (from, to, nbytes) within the buffer, for tensors that are not aligned to their element size.
+        nbytes: The size of the buffer, a multiple of 4096.
     """
 
     runs: tuple[Run, ...]
@@ -70,16 +68,16 @@ class UnitLayout:
 
     @property
     def needed_nbytes(self) -> int:
-        """The bytes that are needed from the files, gaps between them included."""
+        """The bytes read from the files, including the gaps between tensors."""
         return sum(run.source.nbytes for run in self.runs)
 
 
 def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> UnitLayout:
-    """Lays the tensors of a block out.
+    """Lays out the tensors of a unit.
 
     Args:
-        infos: The stored tensors; one that is given twice has one place.
-        gap_nbytes: The most bytes between two tensors that are read along.
+        infos: The stored tensors; a tensor that is given twice has one place.
+        gap_nbytes: The most bytes between two tensors that are read together.
     """
     ordered = sorted(
         {info for info in infos if info.nbytes}, key=lambda info: (info.range.file, info.range.offset)

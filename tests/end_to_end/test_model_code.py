@@ -54,7 +54,7 @@ def test_an_input_that_was_moved_to_meta_is_refused(tmp_path):
     options = LLAMA
     _, path = write(tmp_path, AutoModelForCausalLM, "llama", options, r"_proj$")
     model = load(AutoModelForCausalLM, path, {"": "cpu", "model.embed_tokens": "disk"})
-    with pytest.raises(PlacementError, match=r"(?s)model.embed_tokens was given an input on meta.*Fix:"):
+    with pytest.raises(PlacementError, match=r"(?s)model.embed_tokens received an input on meta.*Fix:"):
         model.get_input_embeddings()(TOKENS["input_ids"].to("meta"))
 
 

@@ -93,14 +93,14 @@ def test_no_tokens_are_no_rows(table, shape):
 def test_a_token_out_of_range_is_refused(table, token):
     module, weight, _, _ = table
     with pytest.raises(
-        SetupError, match=rf"(?s)model.embed_tokens was given a token.*0 to {len(weight) - 1}.*Fix:"
+        SetupError, match=rf"(?s)model.embed_tokens received a token.*0 to {len(weight) - 1}.*Fix:"
     ):
         module(torch.tensor([0, token]))
 
 
 def test_the_first_token_behind_the_table_is_out_of_range(table):
     module, weight, _, _ = table
-    with pytest.raises(SetupError, match="does not have"):
+    with pytest.raises(SetupError, match="outside of its table"):
         module(torch.tensor([len(weight)]))
 
 

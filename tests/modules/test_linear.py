@@ -138,7 +138,7 @@ def test_use_before_loading_is_refused_by_name(make):
 @pytest.mark.parametrize("shape", [(3, IN + 1), (IN - 1,), (IN, 1), (2, 0)])
 def test_activations_of_the_wrong_size_are_refused_by_name(make, backing, shape):
     with pytest.raises(
-        SetupError, match=r"model\.layers\.0\.q was given activations of the wrong size"
+        SetupError, match=r"model\.layers\.0\.q received activations of the wrong size"
     ) as caught:
         make(backing)(torch.zeros(shape))
     assert caught.value.expected == f"[..., {IN}]"

@@ -55,7 +55,7 @@ COMPUTATIONS = {
 @pytest.mark.parametrize("name", COMPUTATIONS)
 def test_computing_with_it_or_with_what_was_made_of_it_is_refused(name):
     with pytest.raises(
-        PlacementError, match=r"(?s)not in memory.*\{\"model\.layers\.0\.mlp\.up_proj\": \"cpu\"\}"
+        PlacementError, match=r"(?s)is offloaded.*\{\"model\.layers\.0\.mlp\.up_proj\": \"cpu\"\}"
     ) as caught:
         COMPUTATIONS[name]()
     assert caught.value.tensor == NAME

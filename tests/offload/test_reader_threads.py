@@ -98,7 +98,7 @@ def test_closing_joins_the_threads_and_fails_what_had_not_begun():
     threads = list(pool._threads)
     closing = threading.Thread(target=pool.close)
     closing.start()
-    with pytest.raises(SetupError, match="dropped while it was read"):
+    with pytest.raises(SetupError, match="closed while it was read"):
         waiting.wait()
     leave.set()
     closing.join(TIMEOUT)

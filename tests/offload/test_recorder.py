@@ -75,7 +75,7 @@ def test_a_recording_ends_with_the_error_that_ends_it(stack):
 def test_a_second_recording_is_refused(stack):
     with (
         recording(stack.offloader),
-        pytest.raises(SetupError, match="recorded already"),
+        pytest.raises(SetupError, match="already active"),
         recording(stack.offloader),
     ):
         pass

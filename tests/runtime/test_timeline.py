@@ -119,5 +119,5 @@ def test_a_model_of_another_loader_is_refused():
 
 
 def test_a_second_recording_is_refused(half):
-    with hfq.timeline(half), pytest.raises(SetupError, match="recorded already"), hfq.timeline(half):
+    with hfq.timeline(half), pytest.raises(SetupError, match="already active"), hfq.timeline(half):
         pass
