@@ -1,10 +1,10 @@
-"""A ZeRO-3 parameter swapper that swaps in from the checkpoint's own files: shards rest where they lie, and
-nothing is written.
+"""Reader of ZeRO-3 shards from the checkpoint instead of from swap files.
 
-DeepSpeed's swapper copies every shard to a file of its own when a model is loaded, in one dtype, through
-libaio. This one stands in its place (`deepspeed.zero.Init(param_swapper=…)`,
-swap_tensor/partitioned_param_swapper.py of 0.19.8) and needs neither. A shard that is changed while it is
-gathered no longer equals its file, and rests in CPU memory from then on.
+DeepSpeed's swapper copies every shard to a separate file when a model is loaded, in one dtype, through
+libaio. `CheckpointSwapper` replaces it (`deepspeed.zero.Init(param_swapper=…)`,
+swap_tensor/partitioned_param_swapper.py of DeepSpeed 0.19.8). It writes no files and does not use libaio.
+
+A gathered shard can be changed, so that it differs from the file. The swapper then keeps it in CPU memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Where one rank's shard of one parameter lies: reads into `nbytes` bytes of the stored dtype, the rest
-    of which is zero.
+    """Location of one rank's shard of one parameter in the checkpoint.
+
+    Attributes:
+        reads: The reads that fill the shard. Bytes that no read fills are zero.
+        nbytes: Size of the shard in bytes, in the stored dtype.
+        dtype: The stored dtype.
     """
 
     reads: tuple[ShardRead, ...]
@@ -43,18 +47,18 @@ class ShardSource:
 
 
 class CheckpointSwapper:
-    """Swaps shards in from the files of a checkpoint.
+    """Parameter swapper that reads shards from the files of a checkpoint.
 
     Args:
         reader: The checkpoint's reader.
-        is_direct: Whether reads pass by the page cache.
+        is_direct: True if reads bypass the page cache.
 
     Attributes:
-        window: How many shards may be in memory before DeepSpeed stops reading ahead; what a module needs at
-            once always may.
-        nbytes_read: Bytes swapped in so far.
-        nbytes_written: Bytes swapped out so far: none, ever.
-        most_nbytes: The most bytes that shards in memory have taken at a time.
+        window: Number of shards in memory at which DeepSpeed stops prefetching. The shards of one module may
+            exceed it.
+        nbytes_read: Bytes swapped in.
+        nbytes_written: Bytes swapped out, always 0.
+        most_nbytes: Largest number of bytes that the buffers of swapped-in shards occupied at one time.
     """
 
     def __init__(self, reader: Reader, is_direct: bool = False) -> None:
@@ -74,29 +78,27 @@ class CheckpointSwapper:
         self.most_nbytes = 0
 
     def place(self, parameter: Any, source: ShardSource) -> None:
-        """Lets the shard of a partitioned parameter rest where it lies in the files."""
+        """Registers the source of a partitioned parameter's shard, and leaves the shard on disk."""
         self._sources[parameter.ds_id] = source
         parameter.ds_tensor.data = self._blank(parameter)
         parameter.ds_tensor.status = shard_status().NOT_AVAILABLE
 
-    # what DeepSpeed calls
+    # The interface that DeepSpeed calls.
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Whether DeepSpeed may hand over a shard that is in no file, as of an adapter: such shards stay in
-        CPU memory.
-        """
+        """Returns False: shards that no checkpoint file holds, such as adapters, stay in CPU memory."""
         return False
 
     def available_swap_in_buffers(self) -> int:
-        """How many shards may be read ahead."""
+        """Returns the number of shards that DeepSpeed may prefetch."""
         return max(0, self.window - len(self._loaned))
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
-        """Memory for a shard that is about to be placed: none, since it stays where it is."""
+        """Returns an empty tensor, because a shard that is about to be placed stays on disk."""
         return torch.empty(0, dtype=param.dtype)
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
-        """Begins to read shards; waits for them unless `async_op`."""
+        """Starts to read shards, and waits for them unless `async_op` is True."""
         for parameter in params:
             buffer = self._borrow(parameter)
             self._pending.append((parameter, buffer, self._begin(parameter, buffer)))
@@ -105,10 +107,10 @@ class CheckpointSwapper:
             self.synchronize_reads()
 
     def synchronize_reads(self) -> None:
-        """Waits for all reads that have begun.
+        """Waits for all reads that have started.
 
         Raises:
-            CheckpointError: A file was truncated or replaced, or the disk fails.
+            CheckpointError: A file was truncated or replaced, or the disk failed.
         """
         pending, self._pending = self._pending, []
         for parameter, buffer, jobs in pending:
@@ -118,16 +120,16 @@ class CheckpointSwapper:
             parameter.ds_tensor.status = shard_status().AVAILABLE
 
     def synchronize_writes(self) -> None:
-        """Nothing is ever written."""
+        """Does nothing, because shards are never written."""
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
-        """Reads a shard into memory of DeepSpeed's, where it then stays: a parameter that is trained."""
+        """Reads the shard of a trained parameter into DeepSpeed's buffer, where it stays."""
         self.swap_in([param], async_op=False)
         dest_buffer.copy_(param.ds_tensor.data)
         self.remove_partition_and_release_buffers([param])
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Lets the memory of shards go, which stay where they rest."""
+        """Frees the memory of shards, which can be read again."""
         for parameter in params:
             buffer = self._loaned.pop(parameter.ds_id, None)
             if buffer is not None:
@@ -138,7 +140,7 @@ class CheckpointSwapper:
     def swap_out_and_release(
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
-        """Lets shards go that were partitioned again; those that have changed are kept in CPU memory."""
+        """Frees shards that were partitioned again, and keeps changed shards in CPU memory."""
         for parameter in params:
             shard = parameter.ds_tensor.data
             if parameter.ds_id in self._changed or not self._equals_file(parameter, shard):
@@ -148,36 +150,34 @@ class CheckpointSwapper:
     def swap_out_partitioned_params(
         self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]
     ) -> None:
-        """Keeps what the optimizer has made of shards."""
+        """Keeps the shards that the optimizer updated in CPU memory."""
         for parameter, values in zip(dst_fp16_params, src_fp32_params, strict=True):
             self._changed[parameter.ds_id] = values.to(parameter.dtype)
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """No space is needed."""
+        """Does nothing, because shards need no swap files."""
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
-        """No buffers are lent for other purposes."""
+        """Returns an empty list, because no buffer serves other purposes."""
         return []
 
     def release_reserved_buffers(self) -> None:
-        """None were reserved."""
+        """Does nothing, because no buffers are reserved."""
 
     def get_path(self, param: Any, must_exist: bool = False) -> str:
-        """The file that holds a shard and nothing else: there is none.
+        """Raises an error, because no file holds one shard alone.
 
         Raises:
             PlacementError: Always.
         """
         raise PlacementError(
-            "An optimizer on NVMe wants a trained parameter as a file of its own, and it rests in the "
+            "An optimizer on NVMe requires a separate file for a trained parameter that is stored in the "
             "checkpoint.",
             expected="frozen parameters in the checkpoint",
-            found=f"parameter {param.ds_id}, {list(param.ds_shape)}, trained",
-            fix='pass HfqConfig(nvme_source="swap_files"), raise offload_param.max_in_cpu, or freeze the '
-            "parameter",
+            found=f"trained parameter {param.ds_id} of shape {list(param.ds_shape)}",
+            fix='Pass HfqConfig(nvme_source="swap_files"), raise offload_param.max_in_cpu, or freeze the '
+            "parameter.",
         )
-
-    # how it is done
 
     @staticmethod
     def _blank(parameter: Any) -> torch.Tensor:
@@ -211,13 +211,13 @@ class CheckpointSwapper:
         source = self._sources[parameter.ds_id]
         if source.dtype != parameter.dtype:
             return [self._threads.submit(self._read_cast, source, target)]
-        # numpy arrays are buffers
+        # NumPy arrays support the buffer protocol.
         memory = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
         return [self._threads.submit(self._read, *job) for job in self._chunks(source, memory)]
 
     @staticmethod
     def _chunks(source: ShardSource, memory: memoryview) -> list[tuple[ByteRange, memoryview]]:
-        """Reads of bounded size, each into its part of the memory; what none of them fills is made zero."""
+        """Returns reads of bounded size with their target memory, and zeroes all other bytes."""
         jobs, end = [], 0
         for read in source.reads:
             memory[end : read.offset] = bytes(read.offset - end)
@@ -242,8 +242,9 @@ class CheckpointSwapper:
             self.nbytes_read += source.nbytes
 
     def _bounce(self) -> memoryview:
-        """This thread's aligned memory for direct reads, made once: a chunk and the pages it begins and ends
-        in.
+        """Returns this thread's aligned buffer for direct reads.
+
+        It holds one chunk and the partial pages at both ends.
         """
         if not hasattr(self._local, "bounce"):
             self._local.bounce = memoryview(huge_buffer(_CHUNK + 2 * DIRECT_ALIGNMENT).numpy())  # type: ignore[arg-type]

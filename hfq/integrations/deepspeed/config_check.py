@@ -1,4 +1,4 @@
-"""What is wrong with a DeepSpeed or accelerate config, found before anything is launched with it."""
+"""Checks of DeepSpeed and accelerate configs before a launch."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ _SAID_IN_THE_FILE = (
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 )
-"""Keys that accelerate (1.15, `utils/constants.py`) refuses beside `deepspeed_config_file`."""
+"""Keys that accelerate (1.15, `utils/constants.py`) rejects next to `deepspeed_config_file`."""
 
 
 def check_config(file: Path) -> list[HfqError]:
-    """Every finding on a config, most harmful first; none where it is fit for packed checkpoints.
+    """Returns the problems of a config.
 
     Args:
-        file: A DeepSpeed config (`.json`), or an accelerate config (`.yaml`, `.yml`), whose DeepSpeed config
-            is read too.
+        file: A DeepSpeed config (`.json`) or an accelerate config (`.yaml`, `.yml`). The DeepSpeed config
+            that an accelerate config names is checked, too.
+
+    Returns:
+        One error per problem, or an empty list if the config works with quantized checkpoints.
 
     Raises:
-        SetupError: The file cannot be read, or is of neither kind.
+        SetupError: The file cannot be read, or has another suffix.
     """
     if file.suffix == ".json":
         return _check_deepspeed(_read(file), file)
     if file.suffix in (".yaml", ".yml"):
         return _check_accelerate(_read(file), file)
     raise SetupError(
-        "A config is told by its ending.",
+        "The file suffix does not say which kind of config this is.",
         file=file,
-        expected=".json of DeepSpeed, .yaml of accelerate",
-        found=file.suffix or "none",
-        fix="rename the file",
+        expected=".json for DeepSpeed, .yaml or .yml for accelerate",
+        found=file.suffix or "no suffix",
+        fix="Rename the file.",
     )
 
 
@@ -64,15 +67,15 @@ def _read(file: Path) -> dict[str, Any]:
             file=file,
             expected=f"a {file.suffix[1:]} file",
             found=f"{type(error).__name__}: {reason}",
-            fix="correct the file",
+            fix="Pass a file that exists and contains valid JSON or YAML.",
         ) from error
     if not isinstance(found, dict):
         raise SetupError(
-            "The config is no mapping.",
+            "The config is not a mapping.",
             file=file,
             expected="keys and values",
             found=type(found).__name__,
-            fix="correct it",
+            fix="Pass a DeepSpeed or accelerate config file.",
         )
     return found
 
@@ -84,33 +87,33 @@ def _check_deepspeed(config: Mapping[str, Any], file: Path) -> list[HfqError]:
     if stage != 3:
         findings.append(
             SetupError(
-                "This is not stage 3: every rank loads the whole model.",
+                "The ZeRO stage is not 3, so every rank loads the whole model.",
                 file=file,
                 expected='"stage": 3',
                 found=stage,
-                fix="set zero_optimization.stage to 3 to shard packed weights",
+                fix="Set zero_optimization.stage to 3 to shard quantized weights.",
             )
         )
     offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
     if isinstance(offload, Mapping) and offload.get("device") == "nvme" and not offload.get("nvme_path"):
         findings.append(
             SetupError(
-                "Shards are to rest on NVMe, and no folder is named.",
+                "offload_param.device is nvme, but nvme_path is missing.",
                 file=file,
                 expected="offload_param.nvme_path",
                 found="none",
-                fix='add "nvme_path"; with HfqConfig(nvme_source="checkpoint") nothing is written there',
+                fix='Add "nvme_path". With HfqConfig(nvme_source="checkpoint"), hfq writes nothing there.',
             )
         )
     sections = [name for name in ("bf16", "bfloat16", "fp16") if _is_enabled(config.get(name))]
     if len(sections) > 1:
         findings.append(
             SetupError(
-                "Two dtypes are enabled.",
+                "The config enables more than one dtype.",
                 file=file,
                 expected="bf16 or fp16",
                 found=" and ".join(sections),
-                fix="disable one of them",
+                fix="Enable only one of them.",
             )
         )
     return findings
@@ -125,11 +128,11 @@ def _check_accelerate(config: Mapping[str, Any], file: Path) -> list[HfqError]:
     if kind is False:
         return [
             SetupError(
-                "YAML reads a bare NO as false.",
+                "distributed_type is false, because YAML reads NO without quotes as false.",
                 file=file,
                 expected='distributed_type: "NO"',
                 found="NO without quotes",
-                fix="quote it",
+                fix='Write distributed_type: "NO".',
             )
         ]
     if kind in ("FSDP", "MEGATRON_LM"):
@@ -137,9 +140,9 @@ def _check_accelerate(config: Mapping[str, Any], file: Path) -> list[HfqError]:
             SetupError(
                 f"hfq does not shard under {kind}.",
                 file=file,
-                expected='DEEPSPEED, "NO" or MULTI_CPU and MULTI_GPU',
+                expected='DEEPSPEED, "NO", MULTI_CPU, or MULTI_GPU',
                 found=kind,
-                fix="use ZeRO-3: configs/accelerate/zero3.yaml",
+                fix="Use ZeRO-3, for example configs/accelerate/zero3.yaml.",
             )
         )
     if kind != "DEEPSPEED":
@@ -151,11 +154,11 @@ def _check_plugin(plugin: Any, file: Path) -> list[HfqError]:
     if not isinstance(plugin, Mapping):
         return [
             SetupError(
-                "DeepSpeed is asked for, and not configured.",
+                "distributed_type is DEEPSPEED, but deepspeed_config is missing.",
                 file=file,
                 expected="deepspeed_config",
                 found="none",
-                fix="add deepspeed_config with deepspeed_config_file",
+                fix="Add deepspeed_config with a deepspeed_config_file.",
             )
         ]
     findings: list[HfqError] = []
@@ -163,49 +166,52 @@ def _check_plugin(plugin: Any, file: Path) -> list[HfqError]:
     if plugin.get("zero3_init_flag") is not True and plugin.get("zero_stage", 3) == 3:
         findings.append(
             SetupError(
-                "Every process would load the whole model before it is sharded.",
+                "Every process would load the whole model before DeepSpeed shards it.",
                 file=file,
                 expected="zero3_init_flag: true",
                 found=plugin.get("zero3_init_flag"),
-                fix="set zero3_init_flag to true",
+                fix="Set zero3_init_flag to true.",
             )
         )
     if plugin.get("zero3_save_16bit_model") is True:
         findings.append(
             SetupError(
-                "Packed bytes would be saved as if they were floats.",
+                "zero3_save_16bit_model would save quantized bytes as if they were floats.",
                 file=file,
                 expected="zero3_save_16bit_model: false",
                 found="true",
-                fix="set it to false, and save with save_pretrained, called on all ranks",
+                fix="Set it to false, and call save_pretrained on all ranks to save the model.",
             )
         )
     return findings if named is None else findings + _check_named_config(named, plugin, file)
 
 
 def _check_named_config(named: str, plugin: Mapping, file: Path) -> list[HfqError]:
-    """Checks the DeepSpeed config that an accelerate config names, and the keys next to its name."""
+    """Returns the problems of the DeepSpeed config that an accelerate config names.
+
+    Keys next to its name that accelerate rejects are problems, too.
+    """
     findings: list[HfqError] = []
     beside = [key for key in _SAID_IN_THE_FILE if key in plugin]
     if beside:
         findings.append(
             SetupError(
-                "accelerate refuses keys beside deepspeed_config_file that belong into that file.",
+                "accelerate rejects keys that belong in the file of deepspeed_config_file.",
                 file=file,
-                expected="none of them",
+                expected="none of these keys",
                 found=", ".join(beside),
-                fix="remove them here, and set them in the DeepSpeed config",
+                fix="Remove them here, and set them in the DeepSpeed config.",
             )
         )
     nested = next((path for path in (Path(named), file.parent / named) if path.is_file()), None)
     if nested is None:
         findings.append(
             SetupError(
-                "The DeepSpeed config is not there.",
+                "The DeepSpeed config does not exist.",
                 file=named,
-                expected="a file, relative to where the command is run",
-                found="nothing",
-                fix="run from the folder that the path is relative to, or give an absolute path",
+                expected="a path relative to the current folder or to the accelerate config",
+                found="no file",
+                fix="Run the command from the folder that the path is relative to, or use an absolute path.",
             )
         )
         return findings

@@ -1,9 +1,9 @@
-"""Fills shards while a model is loaded: each rank reads the bytes of its own, or rank 0 reads all and deals
-them out.
+"""Reads that fill ZeRO-3 shards while a model is loaded.
 
-The values of small tensors (scales, indices) are checked by one rank for each row, in the shard's own bytes
-where that rank has them all, so that the check costs no second read of the model; all ranks then learn what
-was found.
+Each rank reads the bytes of its own shards, or rank 0 reads everything and scatters it.
+
+For each flat buffer, one rank checks the values of the small tensors (scales, indices). If one rank's shard
+holds them all, that rank checks them there without a second read. All ranks then receive the result.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _THREADS = 4
 
 @dataclass
 class Shard:
-    """One shard to be filled.
+    """One shard to fill.
 
     Attributes:
-        flat: What it is cut from.
+        flat: The parameter that the shard is part of.
         tensor: This rank's shard.
-        stored: The dtype that its bytes are stored as.
-        module: The packed module whose row it is, if any.
-        settle: Called when it is filled.
+        stored: The stored dtype of its bytes.
+        module: The quantized module whose flat buffer it is part of, or None for an unquantized parameter.
+        settle: Function that is called when the shard is filled.
     """
 
     flat: FlatParameter
@@ -53,19 +53,19 @@ class Shard:
 
 
 class ShardFiller:
-    """Fills shards in batches of bounded memory, and checks the small tensors of packed rows.
+    """Filler of shards that works in batches of bounded memory and checks small quantized tensors.
 
     Args:
         loading: The load.
         rank: This rank.
-        world: How many ranks there are.
-        is_dealt: Whether rank 0 reads everything and deals it out.
-        device: Where ranks can send to each other from.
+        world: Number of ranks.
+        is_dealt: True if rank 0 reads everything and scatters it.
+        device: Device of the tensors that ranks send to each other.
 
     Attributes:
-        packed_read: Bytes of packed rows that this rank has read from files.
-        dense_read: Bytes of dense tensors that it has read.
-        checked_read: Bytes of small tensors that it has read a second time, to check them.
+        packed_read: Bytes of quantized modules that this rank has read from files.
+        dense_read: Bytes of unquantized tensors that it has read.
+        checked_read: Bytes of small tensors that it has read separately to check them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ShardFiller:
         self.packed_read = self.dense_read = self.checked_read = 0
 
     def add(self, shard: Shard) -> None:
-        """Fills a shard now or with those that follow."""
+        """Fills a shard now or in a batch with the next shards."""
         nbytes = shard.flat.shard_nbytes(self._world)
         is_direct = (
             shard.tensor.device.type == "cpu"
@@ -97,12 +97,12 @@ class ShardFiller:
             self.flush()
 
     def check_unread(self, module: QuantizedModule) -> None:
-        """Checks the small tensors of a row whose shards stay on disk, on one rank in turn."""
+        """Checks the small tensors of a module whose shards stay on disk, on one rank in turn."""
         if self._next_checker() == self._rank and self._error is None:
             _, self._error = attempt(self._check, module, self._read_small(module))
 
     def read_whole(self, flat: FlatParameter, target: torch.Tensor, module: QuantizedModule | None) -> None:
-        """Fills a whole row on this rank, and checks it, where shards cannot be made."""
+        """Fills a whole parameter on this rank, and checks its small tensors."""
         memory = target.view(torch.uint8)
         reads = tuple(ShardRead(source, offset) for offset, source in flat.parts)
         if self._error is None:
@@ -112,8 +112,9 @@ class ShardFiller:
             _, self._error = attempt(self._check, module, _views(module, memory))
 
     def flush(self) -> None:
-        """Fills what was added so far. Errors are kept for `finish`, so that no rank leaves the others
-        behind.
+        """Fills the shards added so far.
+
+        Errors are kept for `finish`, so that no rank stops while others wait for it.
         """
         batch = self._batch
         self._batch = []
@@ -131,7 +132,7 @@ class ShardFiller:
             shard.settle()
 
     def finish(self) -> None:
-        """Fills what is left, and tells every rank what was found.
+        """Fills the remaining shards, and exchanges the results of the checks between ranks.
 
         Raises:
             HfqError: This rank or another could not read, or found impossible values.
@@ -151,7 +152,7 @@ class ShardFiller:
         read_all(self._loading.reader, jobs, _THREADS)
 
     def _scatter(self, shard: Shard, memory: torch.Tensor) -> None:
-        """Rank 0 reads a whole row and sends every rank its shard."""
+        """Reads a whole parameter on rank 0, and sends every rank its shard."""
         flat, size = shard.flat, memory.numel()
         parts = None
         if self._rank == 0:
@@ -163,7 +164,7 @@ class ShardFiller:
         memory.copy_(mine)
 
     def _check_filled(self, module: QuantizedModule, flat: FlatParameter, memory: torch.Tensor) -> None:
-        """Checks the small tensors of a row on the rank that has them all, else on one rank in turn."""
+        """Checks small tensors on the rank that has them all, or else on one rank in turn."""
         small = {
             local: segment
             for local, segment in row_segments(module).items()
@@ -179,7 +180,7 @@ class ShardFiller:
             _, self._error = attempt(self._check, module, self._read_small(module))
             return
         first = flat.bounds(self._rank, self._world)[0]
-        cut = memory[start - first : stop - first].clone()  # views need their alignment
+        cut = memory[start - first : stop - first].clone()  # views with a larger dtype must be aligned
         moved = {local: Segment(s.offset - start, s.nbytes, s.dtype, s.shape) for local, s in small.items()}
         _, self._error = attempt(self._check, module, FlatBuffer(cut, moved).tensors())
 
@@ -208,13 +209,14 @@ class ShardFiller:
 
 
 def row_segments(module: QuantizedModule) -> dict[str, Segment]:
-    """Where each tensor of a packed module lies in its row."""
+    """Returns the segment of each tensor in a quantized module's flat buffer."""
     return flat_layout(module.infos)[0]
 
 
 def place_reads(reads: tuple[ShardRead, ...], memory: torch.Tensor) -> list[tuple[Any, memoryview]]:
-    """(what is read, the memory it goes to) of each read; what none of them fills is made zero."""
-    end, flat = 0, memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+    """Returns pairs of source range and target memory, and zeroes the bytes that no read fills."""
+    # NumPy arrays support the buffer protocol.
+    end, flat = 0, memoryview(memory.numpy())  # type: ignore[arg-type]
     jobs = []
     for read in reads:
         memory[end : read.offset].zero_()

@@ -1,5 +1,7 @@
-"""Makes the sharded parameters of a model: each born sharded, or, where this DeepSpeed does not allow that,
-whole first.
+"""Creation of a model's sharded parameters.
+
+Parameters are partitioned at creation. If this version of DeepSpeed lacks the internals for that, every rank
+creates whole parameters first, and DeepSpeed partitions them.
 """
 
 from __future__ import annotations
@@ -36,25 +38,24 @@ __all__ = ["ShardMaker"]
 logger = logging.get_logger("hfq")
 
 _STAYS_NBYTES = 1 << 16
-"""Dense shards of at most so many bytes stay in memory where others are read from the checkpoint for every
-use.
-"""
+"""Largest unquantized shard, in bytes, that stays in memory while larger shards are read for every use."""
 
 
 class ShardMaker:
-    """Makes the parameters of one load.
+    """Maker of the sharded parameters of one load.
 
     Args:
         loading: The load.
         zero: The active ZeRO-3 config.
-        plan: How every parameter is cut.
+        plan: The shards of every parameter.
 
     Attributes:
-        device: Where parameters are gathered.
-        filler: What this rank has read.
-        swapper: What swaps shards in from the checkpoint, if anything does.
-        missing: The internals of DeepSpeed for want of which every rank read the whole model.
-        pool: The swap buffers in words, if there are any.
+        device: Device on which parameters are gathered.
+        filler: The filler, which counts the bytes that this rank has read.
+        swapper: Swapper that reads shards from the checkpoint, or None if it is not used.
+        missing: DeepSpeed internals that are not available. If any is missing, every rank reads the whole
+            model.
+        pool: Description of the swap buffers for logs, or "" if there are none.
     """
 
     def __init__(self, loading: LoadState, zero: ZeroConfig, plan: ZeroPlan) -> None:
@@ -76,7 +77,7 @@ class ShardMaker:
         self.filler = ShardFiller(loading, self._plan.rank, self._plan.world, self._is_scattered, self.device)
 
     def make(self, sharded_parameters: list[ShardedParameter]) -> None:
-        """Makes and fills every parameter, then partitions those that transformers has loaded.
+        """Makes and fills every parameter, then partitions the parameters that transformers has loaded.
 
         Raises:
             HfqError: This rank or another could not read, or found impossible values.
@@ -96,7 +97,7 @@ class ShardMaker:
                 self._partition(parameter)
 
     def _options(self) -> dict[str, Any]:
-        """The options for DeepSpeed, with a pool of swap buffers where anything is swapped."""
+        """Returns the options for DeepSpeed, with a pool of swap buffers if shards are swapped."""
         if self._zero.shard_device != "nvme":
             return swap_options(self._zero, None)
         is_in_place = self._loading.config.nvme_source == "checkpoint" and not self.missing
@@ -117,7 +118,7 @@ class ShardMaker:
         return swap_options(self._zero, None)
 
     def _make(self, sharded: ShardedParameter) -> None:
-        """Makes one parameter, and fills this rank's shard of it or lets it rest where it is stored."""
+        """Makes one parameter, and fills this rank's shard or leaves it in the checkpoint."""
         parameter = self._sharder.new_parameter(sharded.shape, sharded.dtype, sharded.requires_grad)
         is_swapped = self._is_swapped(sharded)
         tensor = self._sharder.adopt(parameter, is_swapped)
@@ -137,21 +138,21 @@ class ShardMaker:
             )
         )
         if is_swapped:
-            self.filler.flush()  # DeepSpeed's buffer is given back before the next is asked for
+            self.filler.flush()  # returns DeepSpeed's buffer before the next one is requested
 
     def _is_swapped(self, sharded: ShardedParameter) -> bool:
-        # what DeepSpeed keeps gathered it gathers again after each step, without swapping it in
-        # (stage3.py:2841 of 0.19.8)
+        # DeepSpeed keeps small parameters gathered and gathers them again after each step, without swapping
+        # them in (stage3.py:2841 of 0.19.8).
         if self._zero.shard_device != "nvme" or sharded.shape.numel() <= self._zero.kept_numel:
             return False
         if self.swapper is not None:
             return sharded.module is not None or sharded.flat.shard_nbytes(self._plan.world) > _STAYS_NBYTES
-        # DeepSpeed's swapper casts the values of every other dtype without a word
+        # DeepSpeed's swapper silently casts the values of every other dtype.
         numel = sharded.flat.shard_numel(self._plan.world)
         return sharded.dtype == self._zero.dtype and self._sharder.swapper.swappable_tensor(numel=numel)
 
     def _partition(self, parameter: nn.Parameter) -> None:
-        """Partitions a parameter that every rank has whole: as it is on rank 0."""
+        """Partitions a parameter that every rank has whole, with the values of rank 0."""
         whole = parameter.data.to(self.device).contiguous()
         flat = whole.reshape(-1)
         if flat.numel():
@@ -177,21 +178,21 @@ class ShardMaker:
         mixed = {flat.itemsize for flat in self._plan.parameters} != {self._zero.dtype.itemsize}
         if self._is_scattered or (self._zero.shard_device == "nvme" and mixed):
             raise PlacementError(
-                "This version of DeepSpeed lacks what hfq needs to shard this model exactly. Nothing was "
-                "loaded.",
+                "This version of DeepSpeed lacks internals that hfq needs to shard this model without "
+                "changing its bytes. Nothing was loaded.",
                 found=f"no {names}",
-                expected="DeepSpeed 0.19.8, or one like it",
-                fix='install that version, or offload to cpu with reader_ranks="all"',
+                expected="DeepSpeed 0.19.8 or a compatible version",
+                fix='Install DeepSpeed 0.19.8, or offload parameters to cpu with reader_ranks="all".',
             )
         logger.warning(
-            "hfq: this version of DeepSpeed lacks %s: every rank reads the whole model, and DeepSpeed "
-            "partitions it then",
+            "hfq: this version of DeepSpeed lacks %s, so every rank reads the whole model before DeepSpeed "
+            "partitions it",
             names,
         )
 
 
 def _hold(sharded: ShardedParameter, parameter: nn.Parameter) -> None:
-    """Puts a parameter into its places."""
+    """Assigns a parameter to the modules that own it."""
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for owner, local in sharded.places:
         owner._parameters[local] = parameter

@@ -1,10 +1,11 @@
-"""Every private call to DeepSpeed, and what hfq does where one of them is missing. Tested with DeepSpeed
-0.19.8.
+"""Calls to private functions of DeepSpeed, and the fallback if they are missing.
 
-`deepspeed.zero.Init` partitions a parameter that every rank holds whole. hfq takes from it what describes a
-partitioned parameter (`_convert_to_deepspeed_param`, partition_parameters.py) and allocates the shard itself,
-so that the whole never exists: such a parameter is born sharded. Hooks, gathers, prefetching and offloading
-are DeepSpeed's own.
+Tested with DeepSpeed 0.19.8.
+
+`deepspeed.zero.Init` partitions a parameter that every rank holds whole. hfq calls only its method that turns
+a parameter into a partitioned one (`_convert_to_deepspeed_param`, partition_parameters.py), and allocates the
+shard itself. The whole parameter never exists: it is partitioned at creation. DeepSpeed itself runs the
+hooks, gathers, prefetching, and offloading.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ _METHODS = (
 
 
 def missing_internals() -> list[str]:
-    """The private names that this version of DeepSpeed lacks; empty where rows can be born sharded."""
+    """Returns the private names that this version of DeepSpeed lacks.
+
+    If the list is empty, parameters can be partitioned at creation.
+    """
     import importlib
 
     missing = []
@@ -74,16 +78,17 @@ def missing_internals() -> list[str]:
 
 
 class Sharder:
-    """Makes parameters that are partitioned from their birth on.
+    """Maker of parameters that are partitioned at creation.
 
     Args:
         config: The active ZeRO-3 config.
-        swapper: What reads shards that rest on NVMe; None for DeepSpeed's own.
+        options: The options for `deepspeed.zero.Init`.
+        swapper: Swapper for shards on NVMe, or None for DeepSpeed's swapper.
 
     Attributes:
-        device: Where parameters are gathered.
-        shard_device: Where shards rest: `device`, `cpu` or `nvme`.
-        swapper: The swapper in use, if any.
+        device: Device on which parameters are gathered.
+        shard_device: Device on which shards are stored: `device`, `cpu`, or `nvme`.
+        swapper: The swapper in use, or None.
     """
 
     def __init__(self, config: ZeroConfig, options: dict[str, Any], swapper: Any = None) -> None:
@@ -97,20 +102,20 @@ class Sharder:
     def new_parameter(
         self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
     ) -> nn.Parameter:
-        """A parameter of this shape and dtype that holds no values and takes no memory."""
+        """Returns a parameter of this shape and dtype that holds one value and uses almost no memory."""
         blank = torch.zeros((), dtype=dtype, device=self.device).expand(shape)
         return nn.Parameter(blank, requires_grad=requires_grad)
 
     def adopt(self, parameter: nn.Parameter, is_swapped: bool) -> torch.Tensor:
-        """Makes a parameter partitioned, and gives this rank's shard of it, uninitialised.
+        """Partitions a parameter, and returns this rank's shard without initializing it.
 
         Args:
-            parameter: As `new_parameter` gives it.
-            is_swapped: Whether its shard is to rest with the swapper; it then lies in one of its buffers
-                until `settle`.
+            parameter: A parameter from `new_parameter`.
+            is_swapped: True if the swapper stores the shard. The shard then occupies one of the swapper's
+                buffers until `settle`.
 
         Returns:
-            [shard numel], padding included, in the dtype of the parameter.
+            The shard, [shard numel], padding included, in the dtype of the parameter.
         """
         from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -132,7 +137,7 @@ class Sharder:
         return shard
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """Hands a filled shard over to the swapper, if it rests there."""
+        """Passes a filled shard to the swapper, if the swapper stores it."""
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         if parameter.ds_tensor.final_location == OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
@@ -152,25 +157,29 @@ class Sharder:
 
 
 def partition_whole_model(model: nn.Module, options: dict[str, Any]) -> torch.device:
-    """Partitions a model that every rank holds whole, by DeepSpeed's public API; gives the device where it is
-    gathered.
+    """Partitions a model that every rank holds whole, with DeepSpeed's public API.
+
+    Returns:
+        The device on which parameters are gathered.
     """
     import deepspeed
 
-    # not enabled: it would replace torch's `linear` by one that rounds a bias apart
+    # With enabled=True, DeepSpeed replaces torch's `linear` with a version that rounds before it adds the
+    # bias.
     init = deepspeed.zero.Init(module=model, config_dict_or_path=options, enabled=False)
     return torch.device(init.local_device)
 
 
 def is_gathered(parameter: nn.Parameter) -> bool:
-    """Whether a partitioned parameter is whole at the moment, on this rank."""
+    """Returns True if a partitioned parameter is currently whole on this rank."""
     status = getattr(parameter, "ds_status", None)
     return status is None or status.name == "AVAILABLE"
 
 
 def gather(parameter: nn.Parameter) -> torch.Tensor:
-    """A copy of a whole parameter, whatever DeepSpeed does with it meanwhile; all ranks must call it, in the
-    same order.
+    """Returns a gathered copy of a parameter, independent of DeepSpeed's own gathers.
+
+    All ranks must call it, in the same order.
 
     Returns:
         A tensor of the parameter's shape and dtype, on the device where parameters are gathered.
@@ -193,16 +202,17 @@ def gather(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def gather_state(model: nn.Module, is_kept: bool) -> dict[str, torch.Tensor] | None:
-    """The model's state_dict with whole dense parameters in CPU memory; packed ones stand in it on meta.
+    """Returns the model's state_dict with whole unquantized parameters in CPU memory.
 
-    All ranks must call it. Parameters are gathered one at a time.
+    All ranks must call it. Parameters are gathered one at a time. Quantized parameters are on the meta
+    device.
 
     Args:
         model: The model.
-        is_kept: Whether this rank keeps what is gathered.
+        is_kept: True if this rank keeps the gathered parameters.
 
     Returns:
-        The state, or None where it is not kept.
+        The state_dict, or None if `is_kept` is False.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state, done = dict(model.state_dict()), dict[int, torch.Tensor]()
@@ -218,8 +228,9 @@ def gather_state(model: nn.Module, is_kept: bool) -> dict[str, torch.Tensor] | N
 
 
 def mark_leaf(module: nn.Module) -> None:
-    """Has all parameters of a module gathered when it begins, for forwards that differ from rank to rank, as
-    of routed experts.
+    """Makes DeepSpeed gather all parameters of a module before its forward.
+
+    Modules whose forward differs from rank to rank, such as routed experts, require this.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -227,9 +238,11 @@ def mark_leaf(module: nn.Module) -> None:
 
 
 def watch_forwards(model: nn.Module, check: Callable[[], None]) -> Callable[[], bool]:
-    """Calls `check` before every forward of the model; gives a function that says whether one is under way.
+    """Calls `check` before every forward of the model.
 
-    A backward counts as one, since gradient checkpointing computes parts of the model again in it.
+    Returns:
+        A function that returns True during a forward. It also returns True during a backward, because
+        gradient checkpointing computes parts of the model again there.
     """
     depth = [0]
 
@@ -246,15 +259,16 @@ def watch_forwards(model: nn.Module, check: Callable[[], None]) -> Callable[[], 
 
 
 def shard_status() -> Any:
-    """The states of a shard that a swapper has: `AVAILABLE`, `NOT_AVAILABLE`, `INFLIGHT`."""
+    """Returns the enum of a swapped shard's states: `AVAILABLE`, `NOT_AVAILABLE`, and `INFLIGHT`."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     return PartitionedParamStatus
 
 
 def least_swapped(zero: ZeroConfig) -> int:
-    """The smallest shard that DeepSpeed's own swapper takes, in bytes (partitioned_param_swapper.py of
-    0.19.8).
+    """Returns the size in bytes of the smallest shard that DeepSpeed's own swapper accepts.
+
+    See partitioned_param_swapper.py of DeepSpeed 0.19.8.
     """
     from deepspeed.runtime.swap_tensor import partitioned_param_swapper as own
 
@@ -263,11 +277,11 @@ def least_swapped(zero: ZeroConfig) -> int:
 
 
 def patch_deepspeed(_: Any) -> None:
-    """Patches `DeepSpeedEngine._configure_distributed_model` (runtime/engine.py), once DeepSpeed is imported.
+    """Patches `DeepSpeedEngine._configure_distributed_model` (runtime/engine.py) after DeepSpeed is imported.
 
-    Upstream casts every float parameter of a model that is not sharded to its own dtype
-    (`_cast_module_mixed_precision`), packed scales among them, and then sends rank 0's parameters to all
-    ranks, or cuts them into shards by value.
+    For a model that is not sharded, DeepSpeed casts every float parameter to the dtype of the engine
+    (`_cast_module_mixed_precision`), including the scales of quantized modules. It then sends rank 0's
+    parameters to all ranks, or partitions them by value.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -284,41 +298,44 @@ def patch_deepspeed(_: Any) -> None:
 
 
 def _check_storage(model: nn.Module, is_stage_3: bool) -> None:
-    """Refuses an engine for a model whose packed tensors it would change.
+    """Raises an error if an engine would change the model's quantized tensors.
 
     Raises:
-        SetupError: Names the first packed module, and how to load it.
+        SetupError: A quantized module is not stored in a form that DeepSpeed leaves unchanged. The error
+            names the first such module.
     """
     for module in model.modules():
         if not isinstance(module, QuantizedModule) or module.storage_kind == "shard":
             continue
         if is_stage_3:
             raise SetupError(
-                "ZeRO-3 was given a model that every rank has loaded whole, and would cast its packed "
-                "tensors; no engine was made.",
+                "Every rank has loaded the whole model, and ZeRO-3 would cast its quantized tensors. No "
+                "engine was created.",
                 tensor=module.name,
-                expected="a model loaded while the DeepSpeed config was alive",
-                found="one loaded without it",
-                fix="before from_pretrained make the HfDeepSpeedConfig (and keep it), the TrainingArguments, "
-                "or the Accelerator(), "
-                "which needs zero3_init_flag: true in its config file",
+                expected="a model loaded while a DeepSpeed config is active",
+                found="a model loaded without it",
+                fix="Before from_pretrained, create the HfDeepSpeedConfig and keep it, or create the "
+                "TrainingArguments or the Accelerator(). "
+                "An accelerate config file requires zero3_init_flag: true.",
             )
         if getattr(module, "_hf_quantized_needs_local_tp", False):
             raise SetupError(
-                "DeepSpeed would send rank 0's slices of packed layers to all ranks; no engine was made.",
+                "DeepSpeed would send rank 0's slices of quantized layers to all ranks. No engine was "
+                "created.",
                 tensor=module.name,
                 expected="a model that each rank holds whole",
-                found="a model cut by tp_plan",
-                fix="leave tp_plan out",
+                found="a model sliced by tp_plan",
+                fix="Load the model without tp_plan.",
             )
         if module.storage_kind != "flat_buffer":
             raise SetupError(
-                "DeepSpeed would cast packed tensors that lie one by one; no engine was made.",
+                "DeepSpeed would cast quantized tensors that are not in a flat buffer. No engine was "
+                "created.",
                 tensor=module.name,
-                expected="rows of bytes in memory",
+                expected="flat buffers in memory",
                 found=", ".join(f"{p.dtype} on {p.device}" for p in module.parameters()),
-                fix='load the model with HfqConfig(cpu_memory="private"), or "shared" for one copy on each '
-                "node, and no part on disk",
+                fix='Load the model without modules on disk, and with HfqConfig(cpu_memory="private"), or '
+                '"shared" for one copy per node.',
             )
 
 

@@ -1,5 +1,6 @@
-"""`reader_ranks="rank0"`: ranks on nodes without the files get a folder that describes them, while rank 0
-reads and deals out.
+"""Headers-only checkpoints for ranks without the files, for `reader_ranks="rank0"`.
+
+Rank 0 alone reads the weights and scatters them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ _LARGEST_TEXT = 64 << 20
 
 @contextlib.contextmanager
 def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
-    """The folder to load from: `path`, or on a rank that does not have it a folder with the same config, code
-    and headers.
+    """A context manager that yields the folder to load from.
 
-    Its safetensors files have the headers and the sizes of the real ones, and no values: they take no room on
-    disk and are never read. All ranks must call it.
+    This is `path`, or a headers-only checkpoint on a rank that does not have `path`. Its config and code are
+    copies. Its safetensors files have the headers and sizes of the real files, but no values. They occupy
+    almost no disk space, and their values are never read. All ranks must call it.
 
     Args:
-        path: The folder as this rank was given it.
-        variant: As given to `from_pretrained`.
+        path: The checkpoint passed to `from_pretrained`.
+        variant: The `variant` passed to `from_pretrained`.
+
+    Yields:
+        The folder to load from.
+
+    Raises:
+        HfqError: Rank 0 could not read the checkpoint.
     """
     rank, _ = start_distributed()
     is_here = os.path.isdir(path) if isinstance(path, (str, os.PathLike)) else False
@@ -50,7 +57,7 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="hfq-") as root:
         folder = os.path.join(
             root, os.path.basename(os.path.normpath(path))
-        )  # the name of code that comes with the model
+        )  # transformers names the model's own code after the folder
         os.mkdir(folder)
         for name, text in box[0]["texts"].items():
             Path(folder, name).write_bytes(text)
@@ -62,7 +69,7 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
 
 
 def _describe(folder: Path, variant: str | None) -> dict[str, Any]:
-    """The texts beside the weights, and the header and size of each file of weights."""
+    """Returns the JSON and Python files, and the header and size of each weight file."""
     files = {}
     for file, header in Checkpoint.open(folder, variant=variant).headers.items():
         with open(file, "rb") as stream:

@@ -1,4 +1,4 @@
-"""The parameters of a skeleton that hfq shards: where each is stored, who holds it, and how it is cut."""
+"""Parameters of a meta model that hfq shards, with their sources, owners, and shards."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ __all__ = ["ShardedParameter", "find_sharded_parameters"]
 
 @dataclass
 class ShardedParameter:
-    """One parameter to be sharded.
+    """One parameter to shard.
 
     Attributes:
-        flat: How it is cut.
-        shape: Its shape in the model; that of the flat row for a packed module.
-        dtype: Its dtype in the model; the dtype that ZeRO runs in for a packed module.
-        stored: The dtype that its bytes are stored as.
-        requires_grad: Whether it may be trained.
-        module: The packed module whose row it is, if any.
-        places: For a dense parameter: the modules that hold it, under which names; several where it is tied.
+        flat: Its bytes in the checkpoint and their partition.
+        shape: Its shape in the model, or the shape of the flat buffer for a quantized module.
+        dtype: Its dtype in the model, or the dtype that ZeRO runs in for a quantized module.
+        stored: The stored dtype of its bytes. For a quantized module, the same as `dtype`.
+        requires_grad: True if it may be trained.
+        module: The quantized module whose flat buffer it is, or None for an unquantized parameter.
+        places: For an unquantized parameter, each owning module with the parameter's name in it. A tied
+            parameter has several. Empty for a quantized module.
     """
 
     flat: FlatParameter
@@ -52,6 +53,9 @@ def find_sharded_parameters(
         match: The stored tensor of every parameter.
         sharded: The unquantized parameters that hfq shards, by name, and True for those that may be trained.
         zero_dtype: The dtype that ZeRO runs in.
+
+    Returns:
+        The parameters. Tied parameters are listed once.
     """
     sharded_parameters: list[ShardedParameter] = []
     tied: dict[int, ShardedParameter] = {}
@@ -81,7 +85,7 @@ def _unquantized_parameter(
     name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool
 ) -> ShardedParameter:
     if info is None:
-        raise KeyError(name)  # `Zero3Loader.place` shards only what is stored
+        raise KeyError(name)  # `Zero3Loader.place` shards only stored parameters
     flat = FlatParameter(
         name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ()
     )

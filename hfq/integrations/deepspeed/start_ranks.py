@@ -12,27 +12,27 @@ __all__ = ["start_distributed"]
 
 
 def start_distributed() -> tuple[int, int]:
-    """(rank, number of ranks) of this process, of whose run DeepSpeed is told if it does not know.
+    """Initializes DeepSpeed's process group if needed, and returns (rank, number of ranks).
 
     Raises:
-        SetupError: DeepSpeed is not installed, or no launcher has said which rank this is.
+        SetupError: DeepSpeed cannot be imported, or no launcher has set the rank of this process.
     """
     try:
         import deepspeed
-    except Exception as error:  # its import also builds and asks for compilers
+    except Exception as error:  # its import also looks for compilers and builds extensions
         raise SetupError(
-            "DeepSpeed cannot be imported, and a ZeRO-3 config is active. Nothing was loaded.",
+            "A ZeRO-3 config is active, but DeepSpeed cannot be imported. Nothing was loaded.",
             expected="deepspeed",
             found=f"{type(error).__name__}: {error}",
-            fix="pip install deepspeed",
+            fix="Run pip install deepspeed.",
         ) from error
     if not deepspeed.comm.is_initialized():
         if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             raise SetupError(
-                "A ZeRO-3 config is active, and nothing says which rank this process is. Nothing was loaded.",
-                expected="a launcher, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+                "A ZeRO-3 config is active, but the rank of this process is unknown. Nothing was loaded.",
+                expected="a launcher, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, and MASTER_PORT",
                 found="neither",
-                fix="start the script with `deepspeed`, `accelerate launch` or `torchrun`",
+                fix="Start the script with `deepspeed`, `accelerate launch`, or `torchrun`.",
             )
         deepspeed.init_distributed()
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -1,5 +1,6 @@
-"""The memory that shards on NVMe are swapped into: how many buffers of which size, so that every parameter
-fits and none is idle.
+"""Number and size of the buffers that shards on NVMe are swapped into.
+
+Every swapped parameter fits into a buffer, and no buffer stays idle.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Pool:
     """Swap buffers.
 
     Attributes:
-        count: How many shards are in memory at a time: those that one module needs at once, and those that
-            are read ahead.
-        numel: The elements of the largest shard.
-        itemsize: Bytes of one element.
+        count: Number of shards in memory at a time: the shards that one module needs together, and the
+            prefetched shards.
+        numel: Number of elements of the largest shard.
+        itemsize: Bytes per element.
     """
 
     count: int
@@ -36,18 +37,18 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that they take."""
+        """The largest number of bytes that the buffers occupy."""
         return self.count * self.numel * self.itemsize
 
 
 def plan_pool(plan: ZeroPlan, itemsize: int, at_once: int, least_nbytes: int = 0) -> Pool:
-    """The pool for a plan.
+    """Returns the swap buffers for a plan.
 
     Args:
-        plan: The rows, embeddings among them.
-        itemsize: Bytes of one element of the dtype that ZeRO runs in.
-        at_once: The most rows that one module needs at once, as all experts of a layer.
-        least_nbytes: Smaller shards are never swapped.
+        plan: The sharded parameters, including embeddings.
+        itemsize: Bytes per element of the dtype that ZeRO runs in.
+        at_once: Largest number of parameters that one module needs together, such as all experts of a layer.
+        least_nbytes: Size in bytes below which shards are never swapped.
     """
     sizes = [flat.shard_numel(plan.world) for flat in plan.parameters]
     swapped = [size for size in sizes if size * itemsize >= least_nbytes]
@@ -56,15 +57,16 @@ def plan_pool(plan: ZeroPlan, itemsize: int, at_once: int, least_nbytes: int = 0
 
 
 def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
-    """The options for `deepspeed.zero.Init`.
+    """Returns the options for `deepspeed.zero.Init`.
+
+    DeepSpeed's own swapper empties its folder when it starts, so each load gets a separate folder.
 
     Args:
         zero: The active ZeRO-3 config.
-        pool: For DeepSpeed's own swapper: its buffers; it is given a folder of its own for each load, since
-            it empties its folder when it starts. None where nothing is swapped out.
+        pool: Buffers of DeepSpeed's own swapper, or None if nothing is swapped out.
 
     Raises:
-        PlacementError: DeepSpeed's swapper has no folder.
+        PlacementError: The config names no folder for DeepSpeed's swapper.
     """
     if zero.shard_device != "nvme":
         return zero.options
@@ -72,12 +74,12 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
         return zero.with_offload(nvme_path=zero.nvme_path or os.devnull, pin_memory=False)
     if zero.nvme_path is None:
         raise PlacementError(
-            'offload_param.device is nvme, HfqConfig(nvme_source="swap_files") is asked for, and no folder '
-            "is named. Nothing was loaded.",
+            'HfqConfig(nvme_source="swap_files") requires a folder for swap files, but '
+            "offload_param.nvme_path is missing. Nothing was loaded.",
             expected="zero_optimization.offload_param.nvme_path",
             found="none",
-            fix='name a folder on a fast disk, or pass HfqConfig(nvme_source="checkpoint"), which writes '
-            "nothing",
+            fix='Set nvme_path to a folder on a fast disk, or pass HfqConfig(nvme_source="checkpoint"), '
+            "which writes nothing.",
         )
     folder = os.path.join(zero.nvme_path, f"hfq-{next(_loads)}")
     return zero.with_offload(nvme_path=folder, buffer_count=pool.count, buffer_size=max(pool.numel, 1))

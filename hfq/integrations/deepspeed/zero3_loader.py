@@ -1,9 +1,10 @@
-"""Loading under DeepSpeed ZeRO-3: every parameter is born sharded, and each rank reads the bytes of its own
-shards.
+"""Loading under DeepSpeed ZeRO-3.
 
-transformers is shown the parameters that it merges of several stored tensors or initialises anew, and
-buffers; those parameters are partitioned one at a time when it has loaded them. Everything else is hidden
-from it, as what rests on disk is in a plain load.
+Every parameter is partitioned at creation, and each rank reads the bytes of its own shards.
+
+transformers loads only buffers and the parameters that it merges from several stored tensors or initializes.
+hfq partitions those parameters afterwards, one at a time. All other parameters are hidden from transformers,
+in the same way as modules on disk in a load without ZeRO-3.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ logger = logging.get_logger("hfq")
 
 
 class Zero3Loader(ModelLoader):
-    """A load under ZeRO-3; see `ModelLoader`.
+    """Loader of a model under ZeRO-3.
 
     Attributes:
         zero: The active ZeRO-3 config.
-        sharded: The dense parameters that hfq shards, by name, and whether each may be trained.
-        zero_plan: How all rows are cut.
-        maker: What has made the shards, and what this rank has read for it.
+        sharded: The unquantized parameters that hfq shards, by name. The value is True if the parameter may
+            be trained.
+        zero_plan: The shards of all parameters.
+        maker: The maker of the shards, which also counts the bytes that this rank has read.
     """
 
     zero_plan: ZeroPlan
@@ -71,15 +73,15 @@ class Zero3Loader(ModelLoader):
                 'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint. '
                 "Nothing was loaded.",
                 expected="files that every rank can read",
-                found='offload_param.device nvme, nvme_source="checkpoint"',
-                fix='pass nvme_source="swap_files", or reader_ranks="all"',
+                found='offload_param.device nvme and nvme_source="checkpoint"',
+                fix='Pass nvme_source="swap_files", or reader_ranks="all".',
             )
         super().__init__(model, config, files, dtype)
 
     def __deepcopy__(self, memo: dict) -> Zero3Loader:
         raise no_copy(
             f"{len(self.zero_plan.parameters)} parameters in shards of ZeRO-3"
-        )  # a copy of a parameter would have none
+        )  # copied parameters would have no shards
 
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
@@ -109,22 +111,26 @@ class Zero3Loader(ModelLoader):
         logger.info("hfq: loaded %s in %.2f s: %s", self.checkpoint.root, self.load_seconds, shards)
 
     def _tie(self) -> None:
-        """Makes one parameter of names that are tied, as transformers does: `place` gave each a blank of its
-        own.
-        """
+        """Ties parameters as transformers does, because `place` made a separate one for each name."""
         for target, source in self.model.all_tied_weights_keys.items():
             if {target, source} <= self.sharded.keys() and target not in self.match.unquantized:
                 module, _, local = target.rpartition(".")
                 self.model.get_submodule(module)._parameters[local] = self.model.get_parameter(source)
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Every tensor by its name in the checkpoint, dense ones as `saved_like_source` gathered them."""
+        """Returns the tensors by checkpoint name, and the metadata for safetensors files.
+
+        Unquantized tensors are those that `saved_like_source` gathered.
+
+        Raises:
+            PlacementError: The call is outside of `saved_like_source`.
+        """
         if self._gathered is None:
             raise PlacementError(
-                "A model that is sharded by ZeRO-3 was asked for its tensors, which no rank has.",
-                found="one rank's shards",
+                "The model is sharded by ZeRO-3, so no rank has its whole tensors.",
+                found="the shards of one rank",
                 expected="save_pretrained, called on all ranks",
-                fix="call save_pretrained on every rank; rank 0 writes",
+                fix="Call save_pretrained on every rank. Rank 0 writes the files.",
             )
         match, conversions = self.match, self._conversions
         state = stored_state(
@@ -134,10 +140,13 @@ class Zero3Loader(ModelLoader):
 
     @contextlib.contextmanager
     def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
-        """Gathers the dense parameters, one at a time, for rank 0, which alone writes; all ranks must save
-        together.
+        """A context manager that gathers the unquantized parameters on rank 0 for saving.
 
-        Packed rows are frozen, and are written from the checkpoint itself.
+        All ranks must save together, and only rank 0 writes. Parameters are gathered one at a time. Quantized
+        modules are frozen, so rank 0 copies their tensors from the checkpoint.
+
+        Yields:
+            True if hfq has written the model on this rank.
         """
         self._gathered, error = gather_state(model, is_kept=self.rank == 0), None
         try:
@@ -153,7 +162,7 @@ class Zero3Loader(ModelLoader):
         raise_together(error, "The saved model is incomplete")
 
     def describe_shards(self) -> str:
-        """What this rank keeps and has read, in one line."""
+        """Returns one line about the shards that this rank stores and the bytes that it has read."""
         plan = self.zero_plan
         maker = self.maker
         filler = self.maker.filler
@@ -176,7 +185,7 @@ class Zero3Loader(ModelLoader):
         )
 
     def _is_sharded(self, name: str) -> bool:
-        """Whether a name is that of a dense parameter that is stored as it is, or tied to one."""
+        """Returns True if a name is, or is tied to, a stored unquantized parameter that is not merged."""
         ties = self.model.all_tied_weights_keys
         group = {name, ties.get(name, name)} | {
             target for target, source in ties.items() if source == ties.get(name, name)
@@ -189,7 +198,7 @@ class Zero3Loader(ModelLoader):
         return is_unquantized and stored_place(name, self.model, self.match) is not None
 
     def _settings(self) -> dict[str, str]:
-        """What all ranks must have the same, beside the rows."""
+        """Returns the settings that all ranks must share, in addition to the plan."""
         options = {key: value for key, value in self.config._options().items() if key != "_source"}
         sizes = sorted(
             (file.replace("\\", "/").rpartition("/")[2], self.reader.identity(file)[1])
@@ -205,8 +214,9 @@ class Zero3Loader(ModelLoader):
         }
 
     def _prepare_forwards(self) -> None:
-        """Moves buffers, and settles how packed modules are reached whose row is not gathered by a hook of
-        their own.
+        """Moves buffers, and prepares quantized modules that other code reads without calling them.
+
+        DeepSpeed's hooks do not gather the parameters of those modules.
         """
         for module in self.model.modules():
             for local, buffer in module._buffers.items():
@@ -225,21 +235,21 @@ class Zero3Loader(ModelLoader):
             raise PlacementError(
                 "A model that is sharded by ZeRO-3 was called without DeepSpeed's engine, which gathers its "
                 "parameters.",
-                expected="a forward of the engine",
+                expected="a call of the engine",
                 found=type(self.model).__name__,
-                fix="call deepspeed.initialize(model=model, config=…)[0], or Accelerator.prepare(model), "
-                "first",
+                fix="Call the engine that deepspeed.initialize(model=model, config=…)[0] or "
+                "Accelerator.prepare(model) returns.",
             )
 
 
 def _fetch(module: QuantizedModule, is_under_way: Any) -> Mapping[str, torch.Tensor]:
-    """The tensors of a packed module whose weight other code reads during a forward, gathered for it."""
+    """Returns the gathered tensors of a quantized module whose weight other code reads during a forward."""
     if not is_under_way():
         raise PlacementError(
-            f"{module.name} is sharded by ZeRO-3, and was used while its row was not gathered.",
-            found="one rank's shard",
-            expected="a forward of the engine that deepspeed.initialize returned",
-            fix="call deepspeed.initialize (or Accelerator.prepare) first; outside of a forward, on all "
+            f"{module.name} is sharded by ZeRO-3, and was used while its weights were not gathered.",
+            found="the shard of one rank",
+            expected="a call of the engine that deepspeed.initialize returns",
+            fix="Call deepspeed.initialize or Accelerator.prepare first. Outside of a forward, use on all "
             "ranks: "
             "with deepspeed.zero.GatheredParameters(list(module.parameters())): …",
         )

@@ -1,6 +1,4 @@
-"""The DeepSpeed config of a load: is ZeRO-3 active, in which dtype and home, and which options would corrupt
-packed bytes.
-"""
+"""DeepSpeed config of a load: its dtype, its shard device, and options that would corrupt quantized bytes."""
 
 from __future__ import annotations
 
@@ -19,16 +17,23 @@ _ZERO = "zero_optimization"
 _KEPT = (_ZERO, "bf16", "bfloat16", "fp16", "aio", "data_types")
 _PERSISTENCE = ("stage3_param_persistence_threshold", "param_persistence_threshold")
 _DEFAULT_PERSISTENCE, _AUTO_PERSISTENCE = 100_000, 1 << 18
-"""Elements: DeepSpeed's default, and no less than what transformers fills in for `auto`, 10 × the hidden
-size.
+"""Persistence thresholds in elements: DeepSpeed's default, and a value for `auto`.
+
+For `auto`, transformers fills in 10 × the hidden size, which is at most this value.
 """
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "neither bf16 nor fp16"}
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """One option: its names in `section`, whether a value is harmful, what it would do, and what to write
-    instead.
+    """One DeepSpeed option that can corrupt quantized bytes.
+
+    Attributes:
+        section: Section of the config.
+        names: Names of the option in that section.
+        is_harmful: Function that returns True if a value is harmful.
+        why: The effect of the option, as the end of a sentence.
+        fix: The remedy for the error.
     """
 
     section: str
@@ -56,71 +61,71 @@ _REFUSED = (
         _ZERO,
         ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"),
         _is_on,
-        "gathers by adding floats, which changes packed bytes",
-        "set it to false",
+        "gathers by adding floats, which changes quantized bytes",
+        "Set it to false.",
     ),
     _Refusal(
         _ZERO,
         ("zero_quantized_weights",),
         _is_on,
-        "quantizes packed bytes as if they were floats",
-        "set it to false",
+        "quantizes bytes that are already quantized",
+        "Set it to false.",
     ),
     _Refusal(
         _ZERO,
         ("zero_quantized_nontrainable_weights",),
         _is_on,
-        "quantizes packed bytes as if they were floats",
-        "set it to false",
+        "quantizes bytes that are already quantized",
+        "Set it to false.",
     ),
     _Refusal(
         _ZERO,
         _GATHER,
         _is_on,
-        "would save packed bytes as if they were floats",
-        "set it to false, and save with save_pretrained, called on all ranks",
+        "would save quantized bytes as if they were floats",
+        "Set it to false, and call save_pretrained on all ranks to save the model.",
     ),
     _Refusal(
         _ZERO,
         ("zero_hpz_partition_size",),
         _is_more_than_one,
-        "keeps a second shard of every row, which hfq does not make yet",
-        "set it to 1",
+        "keeps a second shard of every parameter, which hfq does not support",
+        "Set it to 1.",
     ),
     _Refusal(
         _ZERO,
         ("mics_shard_size",),
         _is_more_than_one,
-        "shards by another rule, which hfq does not follow yet",
-        "remove it",
+        "shards by another rule, which hfq does not support",
+        "Remove it.",
     ),
     _Refusal(
         "torch_autocast",
         ("enabled",),
         _is_on,
-        "may gather parameters in another dtype, which changes packed bytes",
-        "set torch_autocast.enabled to false, and load the model in the dtype it is to compute in",
+        "may gather parameters in another dtype, which changes quantized bytes",
+        "Set torch_autocast.enabled to false, and load the model in the dtype that it computes in.",
     ),
     _Refusal(
         "tensor_parallel",
         ("autotp_size",),
         _is_more_than_one,
-        "cuts dense layers and leaves packed ones whole",
-        "set it to 1",
+        "slices unquantized layers and leaves quantized layers whole",
+        "Set it to 1.",
     ),
 )
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What a load needs to know of an active ZeRO-3 config.
+    """Settings of an active ZeRO-3 config that a load needs.
 
     Attributes:
-        options: The sections that concern parameters, with `auto` settled, as `deepspeed.zero.Init` takes
-            them.
+        options: The sections that concern parameters, in the form that `deepspeed.zero.Init` accepts. `auto`
+            values of the dtype sections are resolved.
         dtype: The dtype that ZeRO runs in.
-        shard_device: Where shards rest: `device`, `cpu` or `nvme`.
-        nvme_path: The folder for swapped parameters, if any.
+        shard_device: Device on which shards are stored: `device`, `cpu`, or `nvme`.
+        nvme_path: The folder for swapped parameters, or None.
     """
 
     options: dict[str, Any]
@@ -130,7 +135,7 @@ class ZeroConfig:
 
     @property
     def kept_numel(self) -> int:
-        """The elements of the largest parameter that DeepSpeed keeps gathered once it was used."""
+        """Number of elements of the largest parameter that DeepSpeed keeps gathered after its first use."""
         found = next(
             (self.options[_ZERO][name] for name in _PERSISTENCE if name in self.options[_ZERO]),
             _DEFAULT_PERSISTENCE,
@@ -138,21 +143,20 @@ class ZeroConfig:
         return _AUTO_PERSISTENCE if found == "auto" else int(found)
 
     def with_offload(self, **changes: Any) -> dict[str, Any]:
-        """The options, with these values in `offload_param`."""
+        """Returns a copy of the options with these values in `offload_param`."""
         options = copy.deepcopy(self.options)
         options[_ZERO]["offload_param"] = {**options[_ZERO].get("offload_param", {}), **changes}
         return options
 
 
 def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
-    """The active ZeRO-3 config.
+    """Returns the settings of the active ZeRO-3 config.
 
     Args:
         dtype: The dtype that the model is loaded in.
 
     Raises:
-        SetupError: An option would corrupt packed bytes, or ZeRO runs in another dtype than the model is
-            loaded in.
+        SetupError: An option would corrupt quantized bytes, or ZeRO runs in another dtype than `dtype`.
     """
     from transformers.integrations.deepspeed import deepspeed_config
 
@@ -160,18 +164,18 @@ def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
     _check_options(config)
     options = {key: copy.deepcopy(config[key]) for key in _KEPT if isinstance(config.get(key), Mapping)}
     options["train_micro_batch_size_per_gpu"] = (
-        1  # DeepSpeed wants one; what is made from these options runs no batch
+        1  # DeepSpeed requires a value, but nothing made from these options runs a batch
     )
     found = _running_dtype(options, dtype)
     if found != dtype:
         name = str(dtype).removeprefix("torch.")
         raise SetupError(
-            f"The DeepSpeed config enables {_NAMES[found]}, and the model is loaded in {name}. Nothing was "
+            f"The DeepSpeed config enables {_NAMES[found]}, but the model is loaded in {name}. Nothing was "
             f"loaded.",
             expected=f"a model in {str(found).removeprefix('torch.')}",
             found=name,
-            fix=f"pass dtype={found} to from_pretrained, or enable the dtype of the model in the DeepSpeed "
-            f"config",
+            fix=f"Pass dtype={found} to from_pretrained, or enable the dtype of the model in the DeepSpeed "
+            f"config.",
         )
     offload = options[_ZERO].get("offload_param") or {}
     shard_device = str(offload.get("device", "none"))
@@ -186,7 +190,7 @@ def _check_options(config: Mapping[str, Any]) -> None:
 
 
 def refused_options(config: Mapping[str, Any]) -> Iterator[SetupError]:
-    """An error for each option of a DeepSpeed config that would corrupt packed bytes."""
+    """Yields an error for each option of a DeepSpeed config that would corrupt quantized bytes."""
     for refusal in _REFUSED:
         section = config.get(refusal.section)
         for name in refusal.names:
@@ -196,13 +200,13 @@ def refused_options(config: Mapping[str, Any]) -> Iterator[SetupError]:
                 yield SetupError(
                     f"The DeepSpeed option {refusal.section}.{name} {refusal.why}. Nothing was loaded.",
                     found=section[name],
-                    expected="an option that leaves packed bytes as they are",
+                    expected="a value that leaves quantized bytes unchanged",
                     fix=refusal.fix,
                 )
 
 
 def _running_dtype(options: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """The dtype that ZeRO runs in; `auto` means the dtype of the model, and is settled so in `options`."""
+    """Returns the dtype that ZeRO runs in, and resolves `auto` in `options` to the dtype of the model."""
     sections = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
     for name, meant in sections.items():
         section = options.get(name, {})

@@ -36,10 +36,10 @@ def test_the_repositorys_own_configs_have_no_findings(file, monkeypatch):
 @pytest.mark.parametrize(
     ("zero", "said"),
     [
-        ({"stage": 2}, "not stage 3"),
-        ({"zero_quantized_weights": True}, "quantizes packed bytes"),
-        ({"stage3_gather_16bit_weights_on_model_save": True}, "would save packed bytes"),
-        ({"offload_param": {"device": "nvme"}}, "no folder is named"),
+        ({"stage": 2}, "stage is not 3"),
+        ({"zero_quantized_weights": True}, "quantizes bytes that are already quantized"),
+        ({"stage3_gather_16bit_weights_on_model_save": True}, "would save quantized bytes"),
+        ({"offload_param": {"device": "nvme"}}, "nvme_path is missing"),
     ],
 )
 def test_findings_on_deepspeed_configs(tmp_path, zero, said):
@@ -51,25 +51,25 @@ def test_findings_on_deepspeed_configs(tmp_path, zero, said):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"distributed_type": "DEEPSPEED"}, "not configured"),
+        ({"distributed_type": "DEEPSPEED"}, "deepspeed_config is missing"),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"zero3_init_flag": False}},
             "load the whole model",
         ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"zero_stage": 3}},
-            "refuses keys beside",
+            "rejects keys",
         ),
         (
             {
                 "distributed_type": "DEEPSPEED",
                 "deepspeed_config": PLUGIN | {"deepspeed_config_file": "no.json"},
             },
-            "is not there",
+            "does not exist",
         ),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": SAVING}, "saved as if they were floats"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": SAVING}, "as if they were floats"),
         ({"distributed_type": "FSDP"}, "does not shard under FSDP"),
-        ({"distributed_type": False}, "bare NO"),
+        ({"distributed_type": False}, "NO without quotes"),
     ],
 )
 def test_findings_on_accelerate_configs(tmp_path, config, said):
@@ -81,7 +81,7 @@ def test_a_named_deepspeed_config_is_read(tmp_path):
     assert check(tmp_path, {"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN}) == []
     (tmp_path / "zero3.json").write_text("{}")
     assert [error.message for error in check_config(tmp_path / "accelerate.yaml")] == [
-        "This is not stage 3: every rank loads the whole model."
+        "The ZeRO stage is not 3, so every rank loads the whole model."
     ]
 
 

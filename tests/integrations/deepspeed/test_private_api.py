@@ -31,7 +31,8 @@ def test_rows_of_bytes_pass_where_every_rank_holds_the_model(model):
 
 def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
     with pytest.raises(
-        SetupError, match=r"(?s)every rank has loaded whole.*layers.0.self_attn.q_proj.*zero3_init_flag: true"
+        SetupError,
+        match=r"(?s)Every rank has loaded the whole model.*layers.0.self_attn.q_proj.*zero3_init_flag: true",
     ):
         _check_storage(model, is_stage_3=True)
 
@@ -40,13 +41,13 @@ def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
     ("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on meta")]
 )
 def test_tensors_one_by_one_are_refused(options, found):
-    with pytest.raises(SetupError, match=rf"(?s)would cast packed tensors.*{found}.*cpu_memory=.private"):
+    with pytest.raises(SetupError, match=rf"(?s)would cast quantized tensors.*{found}.*cpu_memory=.private"):
         _check_storage(load("auto", **options), is_stage_3=False)
 
 
 def test_slices_of_tensor_parallelism_are_refused(model):
     layer = next(module for module in model.modules() if isinstance(module, QuantizedModule))
     layer._hf_quantized_needs_local_tp = True
-    with pytest.raises(SetupError, match=r"(?s)slices.*Fix: leave tp_plan out"):
+    with pytest.raises(SetupError, match=r"(?s)slices.*Fix: Load the model without tp_plan"):
         _check_storage(model, is_stage_3=False)
     del layer._hf_quantized_needs_local_tp
