@@ -23,7 +23,7 @@ def test_without_fms(door, monkeypatch):
 
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(
-        SetupError, match=r"(?s)is not installed.*ibm-fms>=1.13,<1.14.*Fix: pip install 'hfq\[fms\]'"
+        SetupError, match=r"(?s)is not installed.*ibm-fms>=1.13,<1.14.*Fix: Run pip install 'hfq\[fms\]'"
     ):
         door()
 
@@ -32,7 +32,7 @@ def test_without_fms(door, monkeypatch):
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_with_a_version_that_was_not_tested(door, version, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    with pytest.raises(SetupError, match=rf"(?s)not tested with this version.*found: ibm-fms {version}"):
+    with pytest.raises(SetupError, match=rf"(?s)does not support this version.*found: ibm-fms {version}"):
         door()
 
 

@@ -1,13 +1,15 @@
-"""IBM's Foundation Model Stack: FMS models on packed bytes, by hfq's own reader (`load`) or by FMS's
-`get_model` (`register`).
+"""Quantized models of IBM's Foundation Model Stack (FMS).
 
-    model = hfq.fms.load(path)                     # an FMS model; logits as of transformers, up to the order
-    of float sums
+`load` reads a checkpoint with hfq. `register` lets FMS's `get_model` read it.
+
+    model = hfq.fms.load(path)
 
     hfq.fms.register()
     model = fms.models.get_model("hf_pretrained", model_path=path, linear_config={"linear_type": "hfq"})
 
-FMS is optional (`pip install hfq[fms]`) and imported only here. See docs/how_to/use_ibm_fms.md.
+Logits equal those of transformers up to the order of float sums.
+
+FMS is optional (`pip install hfq[fms]`), and only this package imports it. See docs/how_to/use_ibm_fms.md.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["check_installed", "load", "register"]
 
 _OLDEST, _NEXT = Version("1.13"), Version("1.14")
-"""FMS versions that hfq is tested with: from the first on, below the second."""
+"""Bounds of the tested FMS versions: at least the first, and lower than the second."""
 
 
 def load(
@@ -41,34 +43,35 @@ def load(
     group: Any = None,
     config: HfqConfig | None = None,
 ) -> nn.Module:
-    """Builds an FMS model from a checkpoint in transformers' layout, quantized in any dialect that hfq reads,
-    or in none.
+    """Builds an FMS model from a checkpoint in the layout of transformers.
 
-    Packed layers are `QuantizedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned.
-    Only layers whose rows FMS wants in another order (query and key, for RoPE) are copied, and stay packed.
-    The model's tensors are frozen, and it is in evaluation mode.
+    The checkpoint is unquantized, or quantized in any format that hfq reads. Quantized layers become
+    `QuantizedLinear`. They hold the bytes of the checkpoint, memory-mapped if aligned. hfq copies only layers
+    whose rows FMS requires in another order (query and key, for RoPE). These layers stay quantized, too.
+    The model's tensors are frozen, and the model is in evaluation mode.
 
     Args:
         path: The checkpoint's folder.
-        data_type: The dtype of dense tensors, as a dtype or its name; by default the checkpoint's own.
-        device: Where the model rests and computes.
-        fused_weights: Whether attention and MLP ask for query, key and value, and for gate and up, as one
-            layer. The packed parts of such a layer stay as they are stored, and are multiplied by one after
-            another. By default only where the checkpoint itself stores them as one.
-        distributed_strategy: `"tp"` gives each rank of `group` its slice of every layer that FMS cuts; None
-            the whole model.
-        group: The process group for `"tp"`; by default all ranks.
-        config: hfq's options; `kernel` and `cpu_memory` (`"auto"`, `"mmap"`, `"private"`) are used.
+        data_type: Dtype of unquantized tensors, or its name. None means the dtype of the checkpoint.
+        device: Device on which the model is stored and computes.
+        fused_weights: True if query, key, and value form one layer, and gate and up form another. The
+            quantized parts of such a layer stay separate, and are multiplied one after another. None means
+            True only if the checkpoint stores them fused.
+        distributed_strategy: `"tp"` if each rank of `group` holds its slice of every layer that FMS slices,
+            or None if each process holds the whole model.
+        group: Process group for `"tp"`. None means all ranks.
+        config: Options of hfq. Only those of the layers are used, such as `kernel` and `cpu_memory`
+            (`"auto"`, `"mmap"`, or `"private"`).
 
     Returns:
-        The FMS model, whose `forward` takes tokens and gives logits.
+        The FMS model, whose `forward` maps tokens to logits.
 
     Raises:
-        SetupError: FMS is absent or of an untested version, does not know the architecture, or an option
-            cannot be used.
+        SetupError: FMS is missing, its version is untested, it does not support the architecture, or an
+            option is invalid.
         CheckpointError: The folder holds no checkpoint, or a damaged one.
-        FormatError: A tensor is missing, unexpected, of a wrong size or dtype, or cannot be laid out as FMS
-            wants it.
+        FormatError: A tensor is missing, is unexpected, has a wrong size or dtype, or cannot be arranged in
+            the order that FMS requires.
     """
     check_installed()
     from hfq.integrations.fms.loader import load_model
@@ -79,18 +82,21 @@ def load(
 
 
 def register(config: HfqConfig | None = None) -> None:
-    """Makes FMS's `get_model("hf_pretrained", …)` read quantized checkpoints with hfq, from then on.
+    """Makes FMS's `get_model("hf_pretrained", …)` read quantized checkpoints with hfq.
 
-    It adds the linear type `hfq` to FMS's registry, with its tensor parallel sharding, and a step to the
-    adapters of the architectures that honour `linear_config`, which reorders packed rows (asymmetric zero
-    points and few key heads included) and fills the layers. A checkpoint that names a quantization gets this
-    type and `fused_weights=False`, whatever `linear_config` says. Calling it again replaces the options.
+    This adds the linear type `hfq`, with its tensor parallel sharding, to FMS's registry. It also adds a step
+    to the adapters of the architectures that use `linear_config`. The step reorders the rows of quantized
+    weights and fills the layers. It supports asymmetric zero points and models with few key heads.
+
+    A checkpoint whose config names a quantization always gets this linear type and `fused_weights=False`,
+    even if `linear_config` names another type. A second call replaces the options.
 
     Args:
-        config: hfq's options; `kernel` and `activations` are used.
+        config: Options of hfq. Only those of the layers are used, such as `kernel`, `cpu_memory`, and
+            `quantize_activations`.
 
     Raises:
-        SetupError: FMS is absent or of an untested version.
+        SetupError: FMS is missing or its version is untested.
     """
     check_installed()
     from hfq.integrations.fms.registry import install
@@ -99,10 +105,10 @@ def register(config: HfqConfig | None = None) -> None:
 
 
 def check_installed() -> str:
-    """The version of FMS that is installed.
+    """Returns the installed version of FMS.
 
     Raises:
-        SetupError: None is, or one that hfq was not tested with.
+        SetupError: FMS is missing or its version is untested.
     """
     expected = f"ibm-fms>={_OLDEST},<{_NEXT}"
     try:
@@ -112,13 +118,13 @@ def check_installed() -> str:
             "IBM's Foundation Model Stack is not installed.",
             expected=expected,
             found="no ibm-fms",
-            fix="pip install 'hfq[fms]'",
+            fix="Run pip install 'hfq[fms]'.",
         ) from None
     if not _OLDEST <= Version(found) < _NEXT:
         raise SetupError(
-            "hfq was not tested with this version of IBM's Foundation Model Stack.",
+            "hfq does not support this version of IBM's Foundation Model Stack.",
             expected=expected,
             found=f"ibm-fms {found}",
-            fix=f"pip install '{expected}'",
+            fix=f"Run pip install '{expected}'.",
         )
     return found

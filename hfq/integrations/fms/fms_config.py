@@ -1,6 +1,4 @@
-"""A checkpoint's config as FMS takes it: the architecture and its parameters, with the quantization out of
-sight.
-"""
+"""FMS's config of a checkpoint: the architecture and its parameters, without the quantization."""
 
 from __future__ import annotations
 
@@ -23,27 +21,23 @@ from hfq.loading.matching.match import CheckpointMatch, match_model
 __all__ = ["TESTED", "Source", "read_source"]
 
 TESTED = ("llama", "granite", "mistral", "qwen3", "gpt_bigcode", "granite_moe_hybrid")
-"""FMS architectures whose logits are compared with transformers' by the tests; others compute something else,
-or may.
-"""
+"""FMS architectures whose logits the tests compare with transformers. Others may return different logits."""
 _DEFAULT_ROPE = ("default", None)
 _SCALED_ROPE = {"llama": ("llama3",)}
-"""FMS architectures that take parameters for scaling RoPE, and the kinds that compute what transformers
-computes.
-"""
+"""FMS architectures that support scaled RoPE, with the RoPE types that match transformers."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, matched with transformers' own skeleton of its model, and what FMS calls that model.
+    """A checkpoint, its match with the meta model of transformers, and its config in FMS.
 
     Attributes:
         checkpoint: The validated checkpoint.
-        match: What is packed and what is dense.
-        architecture: FMS's name of the architecture.
-        params: The parameters of FMS's config.
-        dtype: The dtype that config.json gives dense tensors, if any.
-        head_dim: The size of an attention head, where config.json or its class says.
+        match: The quantized and unquantized tensors.
+        architecture: Name of the architecture in FMS.
+        params: Parameters of FMS's config.
+        dtype: Dtype of unquantized tensors in config.json, or None.
+        head_dim: Size of an attention head, or None if unknown.
     """
 
     checkpoint: Checkpoint
@@ -55,24 +49,24 @@ class Source:
 
 
 def read_source(path: str | os.PathLike, config: PreTrainedConfig | None = None) -> Source:
-    """Opens and matches a checkpoint, and asks FMS for its config.
+    """Opens and matches a checkpoint, and derives its FMS config.
 
     Args:
         path: The checkpoint's folder.
-        config: Its config, where it has been read before; left as it is.
+        config: The checkpoint's config, or None to read it. It is not changed.
 
     Raises:
         CheckpointError: The folder holds no checkpoint, or a damaged one.
         FormatError: The checkpoint does not match the model's class.
-        SetupError: FMS does not know the architecture, or would compute something else than the config says.
+        SetupError: FMS does not support the architecture, or would ignore a part of the config.
     """
     checkpoint = open_local(path, {})
     if checkpoint is None:
         raise SetupError(
-            "hfq.fms reads a folder.",
+            "hfq.fms requires a local folder.",
             expected="the folder of a checkpoint",
             found=repr(os.fspath(path)),
-            fix="download it first: hf download NAME, and pass the folder that it prints",
+            fix="Run hf download NAME, and pass the folder that it prints.",
         )
     check_sizes(checkpoint)
     plain = _without_quantization(
@@ -85,10 +79,10 @@ def read_source(path: str | os.PathLike, config: PreTrainedConfig | None = None)
 
 
 def _params(config: PreTrainedConfig) -> dict[str, Any]:
-    """What FMS's builder makes of a config.
+    """Returns the parameters that FMS derives from a config.
 
-    FMS 1.13 looks for `rope_scaling` within `rope_parameters`, where transformers 5 has none, so that scaled
-    RoPE would be lost.
+    FMS 1.13 looks for `rope_scaling` in `rope_parameters`. transformers 5 does not store it there, so FMS
+    alone would lose scaled RoPE.
     """
     try:
         params = type(_FMS_MODEL_CONFIG_REGISTRY).hf_config_to_fms_config_params(
@@ -97,24 +91,24 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
     except (KeyError, AttributeError, ValueError) as error:
         known = sorted(_FMS_MODEL_CONFIG_REGISTRY.model_arch_mappings)
         raise SetupError(
-            "FMS does not build this model. Nothing was loaded.",
+            "FMS does not support this model. Nothing was loaded.",
             expected=", ".join(known),
             found=f"{config.architectures}: {error}",
-            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+            fix="Load it with transformers: from_pretrained(path, quantization_config=HfqConfig()).",
         ) from error
     params.pop("model_path", None)
     if params["architecture"] not in TESTED:
         raise SetupError(
-            "FMS's model of this architecture was not compared with transformers' of the same name. Nothing "
+            "FMS's implementation of this architecture has not been compared with transformers. Nothing "
             "was loaded.",
             expected=", ".join(TESTED),
             found=params["architecture"],
-            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+            fix="Load it with transformers: from_pretrained(path, quantization_config=HfqConfig()).",
         )
     rope = getattr(config, "rope_parameters", None) or {}
     told: dict[
         str, Any
-    ] = {  # what some builders leave to FMS's defaults; a config that has no such field ignores it
+    ] = {  # values that some builders leave at FMS's defaults; configs without these fields ignore them
         "multiple_of": 1,
         "pad_id": config.pad_token_id,
         "rope_theta": rope.get("rope_theta"),
@@ -125,27 +119,29 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _scaling(config: PreTrainedConfig, rope: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """How FMS is told to scale RoPE; and what of RoPE, or of a sliding window, it would leave out is
-    refused.
+    """Returns FMS's parameters for scaled RoPE.
+
+    Raises:
+        SetupError: FMS would ignore scaled RoPE or a sliding window of the config.
     """
     kind, share = rope.get("rope_type"), rope.get("partial_rotary_factor")
     is_scaled = kind in _SCALED_ROPE.get(architecture, ())
     if (kind not in _DEFAULT_ROPE and not is_scaled) or (share or 1.0) != 1.0:
         raise SetupError(
-            "FMS would leave out how this model scales RoPE. Nothing was loaded.",
+            "FMS would ignore this model's RoPE parameters. Nothing was loaded.",
             found=f"rope_parameters {rope}",
             expected="rope_type default, for whole heads",
-            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+            fix="Load it with transformers: from_pretrained(path, quantization_config=HfqConfig()).",
         )
     window = getattr(config, "sliding_window", None)
     if architecture == "mistral" and window is not None and window < config.max_position_embeddings:
         raise SetupError(
-            "FMS's mistral knows no sliding window, and would be another model beyond it. Nothing was "
-            "loaded.",
-            expected="no sliding_window, or one of all positions",
-            found=f"sliding_window {window} of {config.max_position_embeddings}",
-            fix="load it with transformers; or, for inputs within the window, set max_position_embeddings to "
-            "it in config.json",
+            "FMS's mistral does not support a sliding window, so longer inputs would give different logits. "
+            "Nothing was loaded.",
+            expected="no sliding_window, or one that covers all positions",
+            found=f"sliding_window {window} of {config.max_position_embeddings} positions",
+            fix="Load it with transformers. For inputs within the window, you can instead set "
+            "max_position_embeddings to the window in config.json.",
         )
     return {"rope_scaling": dict(rope)} if is_scaled else {}
 
@@ -158,15 +154,15 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' model on meta: it knows every layer's size and the names that checkpoints use."""
+    """Returns the meta model of transformers, which has every layer's size and checkpoint name."""
     names = config.architectures or [None]
     cls = getattr(transformers, str(names[0]), None)
     if cls is None:
         raise SetupError(
-            "config.json names no architecture that transformers has. Nothing was loaded.",
+            "config.json names no architecture that transformers supports. Nothing was loaded.",
             expected="architectures in config.json",
             found=names[0],
-            fix="restore the checkpoint's own config.json",
+            fix="Restore the checkpoint's own config.json.",
         )
     with torch.device("meta"):
         return cls._from_config(config)

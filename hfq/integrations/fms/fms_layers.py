@@ -1,6 +1,4 @@
-"""The packed layers of an FMS model: modules by FMS's names, filled with the checkpoint's bytes in FMS's
-order of rows.
-"""
+"""Quantized layers of an FMS model, filled from a checkpoint in FMS's row order."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ __all__ = ["Layers", "rank_slice_of"]
 
 
 class Layers:
-    """Builds and fills the packed layers of one model.
+    """Builder of the quantized layers of one model.
 
     Args:
         source: The checkpoint.
-        layout: Which rows of which stored layer each FMS layer takes.
-        config: hfq's options.
-        reader: Reads the checkpoint; by default a new one.
+        layout: The stored layers and row order of each FMS layer.
+        config: Options of hfq.
+        reader: Reader of the checkpoint. None means a new reader.
     """
 
     def __init__(
@@ -47,49 +45,49 @@ class Layers:
         self._config = config
 
     def __deepcopy__(self, memo: dict) -> Layers:
-        return self  # FMS copies its configs, and with them what they refer to
+        return self  # FMS copies its configs and the objects in them
 
     def build(self, name: str) -> nn.Module:
-        """The module for an FMS layer, which is to be filled."""
+        """Returns an empty module for an FMS layer. `fill` loads its weights."""
         parts = [self._build_part(name, part) for part in self.layout.layers[name]]
         if len(parts) == 1:
             return parts[0]
         linears = [part for part in parts if isinstance(part, QuantizedLinear)]
         if len(linears) != len(parts):
             raise FormatError(
-                "FMS fuses packed tensors that are no linear layers. Nothing was loaded.",
+                "FMS fuses quantized modules that are not linear layers. Nothing was loaded.",
                 tensor=name,
                 expected="linear layers",
                 found=", ".join(type(part).__name__ for part in parts),
-                fix="pass fused_weights=False",
+                fix="Pass fused_weights=False.",
             )
         return ConcatLinear({str(index): linear for index, linear in enumerate(linears)})
 
     def sizes(self, name: str) -> tuple[int, int]:
-        """(out, in) of the whole layer that FMS calls by this name."""
+        """Returns (out, in) of the whole FMS layer with this name."""
         targets = [self._match.quantized[part.name].target for part in self.layout.layers[name]]
         return sum(target.out_features for target in targets), targets[0].in_features
 
     def fill(
         self, name: str, module: nn.Module, device: torch.device, part: LayerSlice | None = None
     ) -> None:
-        """Gives a layer that `build` made its bytes.
+        """Loads the weights of a layer that `build` returned.
 
         Args:
-            name: FMS's name of the layer.
-            module: What `build` made of it.
-            device: Where the bytes are to rest.
-            part: The slice that this rank holds; None for the whole layer.
+            name: The layer's name in FMS.
+            module: The module from `build`.
+            device: Device on which the weights are stored.
+            part: The slice that this rank holds, or None for the whole layer.
 
         Raises:
-            FormatError: The values of a small tensor are impossible, or the dialect can be neither reordered
-                nor cut there.
+            FormatError: The values of a small tensor are impossible, or the format cannot be reordered or
+                sliced there.
         """
         modules = list(module.values()) if isinstance(module, ConcatLinear) else [module]
         for shape, stored in zip(modules, self.layout.layers[name], strict=True):
             try:
                 self._fill_part(shape, stored, device, part)
-            except FormatError as error:  # a format knows no names
+            except FormatError as error:  # formats do not know module names
                 raise FormatError(
                     error.message,
                     tensor=error.tensor or stored.name,
@@ -102,11 +100,11 @@ class Layers:
         found = self._match.quantized[part.name]
         if found.target.kind not in ("linear", "embedding"):
             raise FormatError(
-                "hfq does not give this packed tensor to FMS. Nothing was loaded.",
+                "hfq cannot load this kind of quantized module into an FMS model. Nothing was loaded.",
                 tensor=part.name,
                 found=found.target.kind,
                 expected="a linear layer or an embedding",
-                fix="load the checkpoint with transformers",
+                fix="Load it with transformers: from_pretrained(path, quantization_config=HfqConfig()).",
             )
         return build_quantized(name, found, self._config)
 
@@ -140,11 +138,11 @@ class Layers:
             return map_tensors(self.reader, infos)
         if cpu_memory == "mmap":
             raise PlacementError(
-                "A packed row cannot be used where it lies in the file. Nothing was loaded.",
+                "The tensors of this layer cannot be memory-mapped. Nothing was loaded.",
                 tensor=next(iter(infos.values())).name,
-                expected="tensors aligned to their own dtype",
-                found="misaligned ones",
-                fix='pass HfqConfig(cpu_memory="auto")',
+                expected="tensors aligned to their dtype",
+                found="misaligned tensors",
+                fix='Pass HfqConfig(cpu_memory="auto").',
             )
         with torch.inference_mode(False):
             return FlatBuffer.read(self.reader, infos).tensors()
@@ -153,18 +151,20 @@ class Layers:
 def rank_slice_of(
     name: str, shape: tuple[int, int], whole: tuple[int, int], rank: int, world: int
 ) -> LayerSlice | None:
-    """The slice of a layer that FMS gives a rank: by rank, and the same to several ranks where there are
-    fewer slices than ranks.
+    """Returns the slice of a layer that FMS assigns to a rank, or None for the whole layer.
+
+    Slices are assigned in rank order. If there are fewer slices than ranks, several ranks hold the same
+    slice.
 
     Args:
         name: The layer's name, for messages.
         shape: (out, in) of the module on this rank.
         whole: (out, in) of the stored layer.
         rank: The rank.
-        world: How many ranks there are.
+        world: Number of ranks.
 
     Raises:
-        FormatError: The sizes are not those of one slice of the layer.
+        FormatError: The module's shape is not the shape of a slice of the layer.
     """
     if shape == whole:
         return None
@@ -172,18 +172,18 @@ def rank_slice_of(
     count = whole[axis] // shape[axis] if shape[axis] else 0
     if shape[1 - axis] != whole[1 - axis] or count * shape[axis] != whole[axis] or not 1 < count <= world:
         raise FormatError(
-            "A packed layer does not fit its place in the FMS model. Nothing was loaded.",
+            "The shape of a quantized layer does not match the FMS model. Nothing was loaded.",
             tensor=name,
             expected=f"[{shape[0]}, {shape[1]}] on each of {world} ranks",
             found=f"[{whole[0]}, {whole[1]}] stored",
-            fix="check config.json against the checkpoint, or use another number of ranks",
+            fix="Restore the checkpoint's own config.json, or use another number of ranks.",
         )
     start = rank * count // world * shape[axis]
     return LayerSlice("in" if axis else "out", start, start + shape[axis], whole[axis])
 
 
 def _described(module: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    """Tensors in memory as a header would describe them."""
+    """Returns descriptions of tensors in memory, in the form of a safetensors header."""
     return {
         local: TensorInfo(
             f"{module}.{local}",

@@ -1,5 +1,7 @@
-"""`hfq.fms.load`: FMS's skeleton on meta, hfq's layers in the place of its linear ones, and every tensor
-accounted for.
+"""Implementation of `hfq.fms.load`.
+
+It builds FMS's model on the meta device, replaces its linear layers with hfq's, and checks that every tensor
+is loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def load_model(
     formats = ", ".join(sorted({module.weight_format.describe() for module in quantized}))
     reordered = sum(part.order is not None for parts in layout.layers.values() for part in parts)
     logger.info(
-        "hfq: loaded %s for FMS in %.2f s: %d packed layers (%s), %d of them with their rows in FMS's order",
+        "hfq: loaded %s for FMS in %.2f s: %d quantized layers (%s), %d of them with their rows in FMS's "
+        "order",
         path,
         time.perf_counter() - started,
         len(quantized),
@@ -77,8 +80,9 @@ def _lay_out(
     strategy: str | None,
     group: Any,
 ) -> tuple[Any, Layout]:
-    """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has
-    not said otherwise.
+    """Returns FMS's meta model and its layout.
+
+    If `fused` and `strategy` are None, fused layers are used only if the checkpoint stores them fused.
     """
     unquantized, first = unquantized_tensors(source, reader), None
     for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
@@ -95,10 +99,10 @@ def _lay_out(
 def make_meta_model(
     source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any
 ) -> Any:
-    """FMS's model on meta, with plain linear layers.
+    """Returns FMS's model on the meta device, with plain linear layers.
 
     Raises:
-        SetupError: FMS refuses to build it, as for ranks that do not divide the heads.
+        SetupError: FMS cannot build the model, for example because the ranks do not divide the heads.
     """
     params = source.params | {"fused_weights": fused}
     try:
@@ -115,14 +119,16 @@ def make_meta_model(
             "FMS cannot build this model. Nothing was loaded.",
             file=source.checkpoint.root,
             found=f"{type(error).__name__}: {error}",
-            expected="a config, and a number of ranks, that FMS takes",
-            fix="read the cause above",
+            expected="a config and a number of ranks that FMS supports",
+            fix="Use a number of ranks that divides the heads, or load the model with transformers: "
+            "from_pretrained(path, quantization_config=HfqConfig()).",
         ) from error
 
 
 def unquantized_tensors(source: Source, reader: Reader) -> dict[str, torch.Tensor]:
-    """Every stored tensor that is not packed and has a place, by its name on disk; mapped where it is
-    aligned.
+    """Returns the unquantized tensors that the model uses, by checkpoint name.
+
+    Aligned tensors are memory-mapped.
     """
     quantized = {
         info.part_of or info.name
@@ -145,7 +151,7 @@ def _place_layer(
         replaced = model.get_submodule(name)
     except AttributeError:
         names = [other for other, _ in model.named_modules()]
-        problems.append(f"{name}: packed, and FMS's model has no such layer.{nearest(name, names)}")
+        problems.append(f"{name}: quantized, but FMS's model has no such layer.{nearest(name, names)}")
         return
     rank, world = _ranks(model, name)
     shape = (getattr(replaced, "out_features", None), getattr(replaced, "in_features", None))
@@ -154,8 +160,8 @@ def _place_layer(
     whole = layers.sizes(name)
     if shape[0] is None or shape[1] is None or (shape != whole and world == 1):
         problems.append(
-            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{shape[0]}, "
-            f"{shape[1]}]"
+            f"{name}: quantized [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is "
+            f"[{shape[0]}, {shape[1]}]"
         )
         return
     module = layers.build(name)
@@ -177,7 +183,7 @@ def _place_dense(
         owner = owners.get(parent)
         place = None if owner is None else owner._parameters.get(local, owner._buffers.get(local))
         if owner is None or place is None:
-            problems.append(f"{name}: stored, and FMS's model has no place for it")
+            problems.append(f"{name}: stored, but FMS's model has no such tensor")
             continue
         rank, world = _ranks(model, name)
         tensor = _part_of(stored, place, rank, world)
@@ -189,7 +195,7 @@ def _place_dense(
         if local == "bias" and is_cut and rank > 0:
             tensor = torch.zeros_like(
                 tensor
-            )  # the inputs of each rank give a partial sum, to which the first adds the bias
+            )  # each rank computes a partial sum, and only rank 0 adds the bias
         tensor = tensor.to(
             device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         )
@@ -200,7 +206,7 @@ def _place_dense(
 
 
 def _part_of(stored: torch.Tensor, place: torch.Tensor, rank: int, world: int) -> torch.Tensor | None:
-    """What a rank holds of a dense tensor; None where it does not fit."""
+    """Returns the slice of an unquantized tensor that a rank holds, or None if the shapes do not match."""
     if place.dim() != stored.dim():
         return None
     cut = [dim for dim in range(stored.dim()) if place.shape[dim] != stored.shape[dim]]
@@ -214,8 +220,9 @@ def _part_of(stored: torch.Tensor, place: torch.Tensor, rank: int, world: int) -
 
 
 def _ranks(model: nn.Module, name: str) -> tuple[int, int]:
-    """(rank, number of ranks) of the innermost module around a name that ranks share; (0, 1) where none
-    is.
+    """Returns (rank, number of ranks) of the innermost tensor-parallel module around a name.
+
+    Without one, returns (0, 1).
     """
     found = (0, 1)
     path = name.split(".")
@@ -240,10 +247,10 @@ def _check_complete(model: nn.Module, source: Source) -> None:
 def _raise(problems: list[str], source: Source) -> None:
     if problems:
         raise FormatError(
-            "The checkpoint does not match FMS's model; no model was returned.",
+            "The checkpoint does not match FMS's model. Nothing was loaded.",
             file=source.checkpoint.root,
             problems=problems,
-            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+            fix="Load it with transformers: from_pretrained(path, quantization_config=HfqConfig()).",
         )
 
 
@@ -252,10 +259,10 @@ def _dtype(data_type: Any) -> torch.dtype | None:
     is_float = isinstance(found, torch.dtype) and found.is_floating_point
     if (data_type is not None and found is None) or (found is not None and not is_float):
         raise SetupError(
-            f"hfq.fms.load(data_type={data_type!r}) is no float dtype.",
-            expected="torch.float32, bfloat16 or float16, or its name",
+            f"data_type={data_type!r} of hfq.fms.load is not a float dtype.",
+            expected="torch.float32, torch.bfloat16, or torch.float16, or one of their names",
             found=repr(data_type),
-            fix="correct data_type, or leave it out for the checkpoint's own",
+            fix="Pass a float dtype, or omit data_type to use the dtype of the checkpoint.",
         )
     return found
 
@@ -263,30 +270,30 @@ def _dtype(data_type: Any) -> torch.dtype | None:
 def _check_options(strategy: str | None, fused: bool | None, config: HfqConfig) -> None:
     if strategy not in (None, "tp"):
         raise SetupError(
-            f"hfq.fms.load does not know distributed_strategy={strategy!r}.",
+            f"distributed_strategy={strategy!r} is not supported by hfq.fms.load.",
             expected="None or 'tp'",
             found=repr(strategy),
-            fix="pass 'tp' in a process group, or leave it out",
+            fix="Pass 'tp' in a process group, or omit distributed_strategy.",
         )
     if strategy == "tp" and fused:
         raise SetupError(
-            "hfq.fms.load cuts no fused layers.",
+            "hfq.fms.load does not support fused_weights=True with distributed_strategy='tp'.",
             expected="fused_weights=False",
             found="True",
-            fix="leave fused_weights out",
+            fix="Omit fused_weights.",
         )
     if strategy == "tp" and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise SetupError(
-            "hfq.fms.load(distributed_strategy='tp') needs a process group.",
-            expected="torch.distributed.init_process_group",
+            "hfq.fms.load(distributed_strategy='tp') requires a process group.",
+            expected="an initialized torch.distributed process group",
             found="none",
-            fix="start the script with torchrun, and call init_process_group first",
+            fix="Start the script with torchrun, and call torch.distributed.init_process_group first.",
         )
     if not isinstance(config, HfqConfig) or config.cpu_memory == "shared":
         raise SetupError(
-            "hfq.fms.load cannot use this config.",
-            expected="HfqConfig with cpu_memory auto, mmap or private",
+            "hfq.fms.load does not support this config.",
+            expected="an HfqConfig with cpu_memory 'auto', 'mmap', or 'private'",
             found=repr(getattr(config, "cpu_memory", config))[:80],
-            fix="correct or leave out config",
+            fix='Omit config, or pass HfqConfig(cpu_memory="auto").',
         )
     refuse_quantize_on_load(config, "hfq.fms.load")

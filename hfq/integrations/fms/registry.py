@@ -1,22 +1,21 @@
-"""FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who
-asks for them.
+"""FMS's `get_model` with layers of hfq.
 
-Four places of FMS 1.13 are met, beside its attention (attention.py):
+hfq extends FMS 1.13 in four places, in addition to its attention (attention.py):
 
-1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get
-   `hfq`. FMS gives a factory no name, so that it returns an `UninitializedModule`, which FMS initializes by
-   name once the model is built.
-2. `hf_config_to_fms_config_params` of the one `_FMS_MODEL_CONFIG_REGISTRY` (models/hf/config_utils): a config
-   that names a quantization would be handed to fms-model-optimizer, which must be installed and knows
-   compressed-tensors FP8 alone.
-3. `__adapters` of `fms.utils.serialization`: the public `extend_adapter` adds steps at the end, where FMS's
-   step for RoPE has taken words of packed zero points for features, or failed on them. hfq's step comes
-   first, and takes the packed layers out.
-4. What the step returns for layers that ranks cut, FMS hands to `TPModule.load_weights`, and that to the
-   sharding of type `hfq`.
+1. `fms.modules.linear`: hfq adds `hfq` to the public registries of linear types and of their tensor parallel
+   sharding. FMS passes no name to a factory. The factory therefore returns an `UninitializedModule`, which
+   FMS initializes with its name after it has built the model.
+2. `hf_config_to_fms_config_params` of `_FMS_MODEL_CONFIG_REGISTRY` (models/hf/config_utils): hfq handles
+   configs that name a quantization. FMS would pass them to fms-model-optimizer, which must be installed and
+   supports only compressed-tensors FP8.
+3. `__adapters` of `fms.utils.serialization`: the public `extend_adapter` adds steps only at the end. By then,
+   FMS's step for RoPE has treated words of bit-packed zero points as features, or has failed on them. hfq's
+   step therefore runs first and removes the quantized layers.
+4. `TPModule.load_weights`: FMS passes it the placeholders that this step returns for sliced layers. It calls
+   the sharding of type `hfq`.
 
-Dense tensors go FMS's own way. FMS casts what it copies to `data_type`, so packed tensors are given to their
-modules, and not to FMS.
+FMS loads unquantized tensors itself. It casts copied tensors to `data_type`, so hfq loads quantized tensors
+directly into their modules.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ __all__ = ["ARCHITECTURES", "TYPE", "install"]
 
 TYPE = "hfq"
 ARCHITECTURES = ("llama", "granite", "mistral")
-"""FMS architectures that ask the registry for all linear layers of their blocks."""
+"""FMS architectures that create all linear layers of their decoder layers through the registry."""
 
 _LAYERS = "hfq_layers"
 _options: list[HfqConfig] = []
@@ -72,12 +71,13 @@ def install(config: HfqConfig | None) -> None:
 
 
 class Placed:
-    """The packed layers of one model that FMS builds.
+    """Quantized layers of one model that FMS builds.
 
     Attributes:
-        layers: Builds and fills them.
-        modules: Those that FMS has asked for, by FMS's name: the module, and (out, in) that FMS wants of it.
-        stored: The layers' names on disk, with FMS's.
+        layers: Builder of the layers.
+        modules: Layers that FMS has requested, by name in FMS. Each value is the module, and the (out, in)
+            that FMS requested.
+        stored: Names of the layers in FMS, by name in the checkpoint.
     """
 
     def __init__(self, layers: Layers, stored: Mapping[str, str]) -> None:
@@ -85,22 +85,22 @@ class Placed:
         self.modules: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
 
     def __deepcopy__(self, memo: dict) -> Placed:
-        return self  # FMS copies its configs, and with them what they refer to
+        return self  # FMS copies its configs and the objects in them
 
     def fill(self, name: str, device: torch.device, rank: int = 0, world: int = 1) -> None:
-        """Gives a layer its bytes, or this rank's slice of them."""
+        """Loads the weights of a layer, or this rank's slice of them."""
         module, shape = self.modules[name]
         part = rank_slice_of(name, shape, self.layers.sizes(name), rank, world)
         self.layers.fill(name, module, device, part)
         module.is_offloaded, module.fetch = False, None  # type: ignore[assignment]
 
     def is_cut(self, name: str) -> bool:
-        """Whether ranks hold slices of a layer."""
+        """Returns True if ranks hold slices of a layer."""
         return self.modules[name][1] != self.layers.sizes(name)
 
 
 class _Unnamed(UninitializedModule):
-    """What FMS's registry gets before a layer has a name."""
+    """Placeholder for FMS's registry until a layer has a name."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, linear_config: Mapping[str, Any]
@@ -114,18 +114,18 @@ class _Unnamed(UninitializedModule):
     def initialize(self, name: str) -> nn.Module:
         if self.placed is None:
             raise SetupError(
-                f"FMS was asked for linear_type={TYPE!r} without a quantized checkpoint.",
+                f"linear_type={TYPE!r} requires a quantized checkpoint.",
                 tensor=name,
-                found="none",
-                expected="hf_pretrained, and a config.json that names a quantization",
-                fix="leave linear_config out, or call hfq.fms.load(path)",
+                found="no quantized checkpoint",
+                expected="hf_pretrained and a config.json that names a quantization",
+                fix="Omit linear_config, or call hfq.fms.load(path).",
             )
         if name not in self.placed.layers.layout.layers:
             return nn.Linear(self.in_features, self.out_features, self.has_bias)
         module = self.placed.layers.build(name)
         if isinstance(
             module, QuantizedLinear
-        ):  # until it is filled it holds nothing, so that FMS has nothing to allocate or to cast
+        ):  # an empty layer leaves FMS nothing to allocate or cast before hfq fills it
             module.hold({})
             module.is_offloaded, module.fetch = True, functools.partial(_refuse, name)
         self.placed.modules[name] = module, (self.out_features, self.in_features)
@@ -133,7 +133,7 @@ class _Unnamed(UninitializedModule):
 
 
 def _asking(original: Any) -> Any:
-    """Makes a quantized checkpoint ask for hfq's layers."""
+    """Returns a replacement for `hf_config_to_fms_config_params` that requests hfq's layers if needed."""
 
     @functools.wraps(original)
     def hf_config_to_fms_config_params(config: PreTrainedConfig, model_path: str | None) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def _asking(original: Any) -> Any:
         source = read_source(model_path or config.name_or_path, config)
         if source.architecture not in ARCHITECTURES:
             raise SetupError(
-                f"FMS's {source.architecture} does not ask its registry for its linear layers. Nothing was "
-                f"loaded.",
+                f"FMS's {source.architecture} does not create its linear layers through the registry. "
+                f"Nothing was loaded.",
                 expected=", ".join(ARCHITECTURES),
                 found=source.architecture,
-                fix="call hfq.fms.load(path)",
+                fix="Call hfq.fms.load(path).",
             )
         reader = Reader(source.checkpoint)
         plain = make_meta_model(source, None, False, None, None).config
@@ -169,8 +169,10 @@ def _asking(original: Any) -> Any:
 def _adapt(
     original: Any, state: Mapping[str, torch.Tensor], model_config: Any = None, **kwargs: Any
 ) -> Mapping[str, torch.Tensor]:
-    """The step before FMS's own: takes packed layers out of a part of the checkpoint, and fills those that no
-    ranks share.
+    """Runs FMS's adapter on the unquantized tensors of a part of the checkpoint.
+
+    Quantized layers are removed before it runs. Layers that are not sliced are filled here. A placeholder
+    makes FMS call `_shard` for each sliced layer.
     """
     placed: Placed | None = (getattr(model_config, "linear_config", None) or {}).get(_LAYERS)
     if placed is None:
@@ -187,11 +189,12 @@ def _adapt(
     for name, device in found.items():
         if name not in placed.modules:
             raise FormatError(
-                "A layer is stored packed, and FMS has not asked its registry for it; no model was returned.",
+                "The checkpoint contains a quantized layer that FMS does not create through its registry. "
+                "Nothing was loaded.",
                 tensor=name,
-                expected="a linear layer of a block",
+                expected="a linear layer of a decoder layer",
                 found="another layer",
-                fix="call hfq.fms.load(path)",
+                fix="Call hfq.fms.load(path).",
             )
         if placed.is_cut(name):
             adapted[f"{name}.{TYPE}"] = torch.empty(0, device=device)  # for `_shard`, which knows the rank
@@ -201,7 +204,10 @@ def _adapt(
 
 
 def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, Any]) -> set[str] | None:
-    """Fills this rank's slices of the layers of one attention or MLP; dense ones are cut as FMS cuts them."""
+    """Fills this rank's slices of the layers of one attention or MLP.
+
+    FMS's own sharding slices the unquantized layers.
+    """
     unquantized = {
         short: info for short, info in infos.items() if not isinstance(info.linear_module, QuantizedLinear)
     }
@@ -218,9 +224,9 @@ def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, An
 
 def _refuse(name: str) -> Mapping[str, torch.Tensor]:
     raise PlacementError(
-        "A packed layer was used before its weights were loaded.",
+        "A quantized layer was used before its weights were loaded.",
         tensor=name,
-        expected="weights",
-        found="none",
-        fix="load the model with get_model('hf_pretrained', …) and a device_type other than meta",
+        expected="loaded weights",
+        found="no weights",
+        fix="Load the model with get_model('hf_pretrained', …) and a device_type other than meta.",
     )

@@ -1,8 +1,8 @@
-"""Where FMS keeps which rows of which stored layer, found by asking FMS's own adapter.
+"""Row order of stored layers in FMS, found with FMS's own adapter.
 
-In place of the weight of each packed layer the adapter is handed row numbers, int64 [out, 1]. Whatever it
-does to the rows of a weight (renaming, the order that RoPE by pairs wants, fusion) shows in where the numbers
-come out, so that no architecture's layout is written down a second time here.
+hfq passes row numbers, int64 [out, 1], to the adapter instead of each quantized weight. The positions of the
+numbers in the result show all changes to the rows: new names, the order that pairwise RoPE requires, and
+fusion. hfq therefore needs no copy of each architecture's layout.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LAYER = 1 << 32
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of an FMS layer that one stored layer gives.
+    """Rows of an FMS layer that come from one stored layer.
 
     Attributes:
-        name: The stored layer's name in `CheckpointMatch.quantized`.
-        order: int64 [out]: which stored row comes where; None where they are in their order.
+        name: Name of the stored layer in `CheckpointMatch.quantized`.
+        order: Index of the stored row for each row in FMS, int64 [out], or None if the order is the same.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Layout:
 
 
 def stored_name(found: QuantizedModuleMatch) -> str:
-    """The name of a packed layer on disk."""
+    """Returns the name of a quantized layer in the checkpoint."""
     local, info = next(iter(found.infos.items()))
     return info.name.removesuffix(f".{local}")
 
@@ -56,17 +56,17 @@ def find_layout(
     unquantized: Mapping[str, torch.Tensor],
     head_dim: int | None,
 ) -> Layout:
-    """Runs FMS's adapter for checkpoints of transformers over a model.
+    """Finds the layout of a model with FMS's adapter for transformers checkpoints.
 
     Args:
-        architecture: FMS's name of the architecture.
-        model_config: FMS's config of the model, whose linear layers are plain.
-        match: The packed layers.
-        unquantized: The other stored tensors by their names on disk.
-        head_dim: The size of an attention head.
+        architecture: Name of the architecture in FMS.
+        model_config: FMS's config of the model with plain linear layers.
+        match: The quantized layers.
+        unquantized: The other stored tensors, by checkpoint name.
+        head_dim: Size of an attention head, or None if unknown.
 
     Raises:
-        FormatError: The adapter does to a packed layer what cannot be done to packed bytes.
+        FormatError: The adapter changes a quantized layer in a way that quantized bytes do not support.
     """
     names, state = list(match.quantized), dict(unquantized)
     for index, name in enumerate(names, start=1):
@@ -77,7 +77,7 @@ def find_layout(
         adapted = serialization.get_adapted(architecture, "hf", state, {"model_config": model_config})
     except (RuntimeError, ValueError, AssertionError, KeyError) as error:
         raise _unfit(
-            names[0] if names else None, f"{type(error).__name__}: {error}", "rows that are moved as wholes"
+            names[0] if names else None, f"{type(error).__name__}: {error}", "a new order of whole rows"
         ) from error
     layers: dict[str, tuple[Part, ...]] = {}
     plain: dict[str, torch.Tensor] = {}
@@ -94,7 +94,9 @@ def find_layout(
     placed = [part.name for parts in layers.values() for part in parts]
     for name in names:
         if placed.count(name) != 1:
-            raise _unfit(name, f"it comes out {placed.count(name)} times", "one place in the FMS model")
+            raise _unfit(
+                name, f"the layer occurs {placed.count(name)} times", "one occurrence in the FMS model"
+            )
     return Layout(layers, plain)
 
 
@@ -103,9 +105,7 @@ def _parts(
 ) -> tuple[Part, ...]:
     owners = numbers // _LAYER - 1
     if not key.endswith(".weight") or bool((owners < 0).any()):
-        raise _unfit(
-            key, "packed and dense rows in one tensor", "packed layers alone (try fused_weights=False)"
-        )
+        raise _unfit(key, "quantized and unquantized rows in one tensor", "only quantized rows")
     found = []
     for owner in owners.unique_consecutive().tolist():
         name, rows = names[owner], numbers[owners == owner] % _LAYER
@@ -117,7 +117,7 @@ def _parts(
         is_same = torch.equal(rows, plain)
         if not is_same and head_dim and not torch.equal(rows // head_dim, plain // head_dim):
             raise _unfit(
-                name, "rows that leave their head", f"rows that are moved within heads of {head_dim}"
+                name, "rows moved to another head", f"rows reordered within heads of {head_dim} rows"
             )
         found.append(Part(name, None if is_same else rows))
     return tuple(found)
@@ -125,9 +125,10 @@ def _parts(
 
 def _unfit(name: str | None, found: str, expected: str) -> FormatError:
     return FormatError(
-        "FMS's adapter does not lay this packed layer out as hfq can. Nothing was loaded.",
+        "FMS's adapter changes this quantized layer in a way that hfq does not support. Nothing was loaded.",
         tensor=name,
         expected=expected,
         found=found,
-        fix="load the checkpoint with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+        fix="Use fused_weights=False, or load the checkpoint with transformers: "
+        "from_pretrained(path, quantization_config=HfqConfig()).",
     )
