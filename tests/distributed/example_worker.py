@@ -1,4 +1,4 @@
-"""One rank of an example, run several times with other arguments, as if it was started so each time.
+"""One rank that runs an example several times, with the arguments of separate starts.
 
 deepspeed --num_gpus 2 tests/distributed/example_worker.py examples/finetune_lora.py runs.json
 """
@@ -17,7 +17,9 @@ from tests.support.leaving import leave
 
 
 def main() -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # with gloo alone, nothing needs a compiler
+    )
     torch.set_num_threads(1)
     rank, script, runs = sys.argv[1:]  # the launcher names the rank first
     for arguments in json.loads(Path(runs).read_text()):

@@ -1,4 +1,4 @@
-"""One rank of runs that train LoRA adapters under ZeRO-3: on packed models, and on the dequantized ones.
+"""One rank of runs that train LoRA adapters under ZeRO-3 on quantized and dequantized models.
 
 deepspeed --num_gpus 2 tests/distributed/lora_worker.py --cases cases.json --out folder
 """
@@ -19,11 +19,14 @@ from tests.support.leaving import leave
 
 DATA = Path(__file__).parents[1] / "data"
 BLOCK, BLOCKS = 64, 10
-"""Tokens of a sample; samples, which ranks take in turn: 20 steps of 2 ranks see each four times."""
+"""Tokens per sample, and number of samples.
+
+Ranks use the samples in turn, so that 20 steps on 2 ranks use each sample four times.
+"""
 
 
 def blocks() -> torch.Tensor:
-    """[BLOCKS, 1, BLOCK] int64, the beginning of the text that the tiny model was not trained on."""
+    """Returns the beginning of the held-out text of the tiny model, int64 [BLOCKS, 1, BLOCK]."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tiny-llama")
     tokens = tokenizer((DATA / "tiny-llama" / "held_out.txt").read_text(encoding="utf-8")[:6000])["input_ids"]
     return torch.tensor(tokens[: BLOCKS * BLOCK]).view(BLOCKS, 1, BLOCK)
@@ -51,7 +54,7 @@ def start(case: dict, config: dict):
 
 
 def steps(engine, samples: torch.Tensor, rank: int, numbers: range) -> list[float]:
-    """The losses of this rank's samples at each step."""
+    """Returns the losses of this rank's samples at each step."""
     losses = []
     for step in numbers:
         tokens = samples[(2 * step + rank) % BLOCKS]
@@ -68,11 +71,11 @@ def logits(model, samples: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(case: dict) -> dict:
-    """Optimizer states in CPU memory, or on NVMe in the folder that the case names; a dense model is gathered
-    less often.
+    """Returns the options of a case for `zero_optimization`.
 
-    Adapters stay gathered, as under the configs of configs/deepspeed, and packed rows do not, but for the
-    cases that say otherwise.
+    Optimizer states are in CPU memory, or on NVMe in the folder that the case names. An unquantized model is
+    gathered less often. Adapters stay gathered, as under configs/deepspeed. Quantized weights do not, unless
+    the case sets `kept`.
     """
     states = {"device": "nvme", "nvme_path": case["states"]} if "states" in case else {"device": "cpu"}
     wide = {
@@ -89,7 +92,7 @@ def options_of(case: dict) -> dict:
 
 
 def states_on(folder: Path) -> int:
-    """Bytes of optimizer states that DeepSpeed has swapped out."""
+    """Returns the bytes of optimizer states that DeepSpeed has swapped out."""
     return sum(file.stat().st_size for file in folder.glob("**/optimizer/**/*.swp"))
 
 

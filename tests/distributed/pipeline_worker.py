@@ -1,5 +1,6 @@
-"""One stage of `examples/07_pipeline.py`, for several checkpoints: its logits beside the whole model's, and
-what it has read.
+"""One stage of `examples/07_pipeline.py` for several checkpoints.
+
+The worker compares the logits with those of the whole model, and counts the bytes that the stage has read.
 
 torchrun --nproc_per_node 2 tests/distributed/pipeline_worker.py --cases cases.json --out folder
 """

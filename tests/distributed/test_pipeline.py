@@ -1,5 +1,6 @@
-"""`examples/07_pipeline.py` on two CPU ranks: logits of the whole model, and each rank reads and holds its
-stage alone.
+"""Tests of `examples/07_pipeline.py` on two CPU ranks.
+
+The logits equal those of the whole model. Each rank reads and holds only its stage.
 """
 
 import json
@@ -48,8 +49,8 @@ def test_each_rank_reads_and_holds_its_stage_alone(case, results):
     assert first["own"] + last["own"] == first["all"]
     for rank in (first, last):
         assert rank["held"] == rank["own"]
-        # scales and indices are checked while loading, wherever they rest; norms that lie between packed
-        # tensors are read along
+        # Loading checks the scales and indices of all stages. Norms between quantized tensors are read with
+        # them.
         assert 0 <= rank["read"] - rank["own"] - rank["small"] <= 4 * 128 * 2
         assert rank["small"] < 0.15 * rank["own"]
 

@@ -1,5 +1,6 @@
-"""Packed models that two CPU ranks share, through torchrun: each holds its slices, and together they compute
-what one process does.
+"""Tests of tensor parallelism for quantized models on two CPU ranks, launched with torchrun.
+
+Each rank holds its slices. Together, the ranks compute the same results as one process.
 """
 
 import json
@@ -17,7 +18,7 @@ from tests.contract.cases import GPTQMODEL, compressed_tensors
 from tests.support import moe_models, tiny_models
 
 pytest.importorskip(
-    "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"
+    "transformers.distributed.mixin", reason="transformers before 5.23 slices models in another way"
 )
 pytestmark = pytest.mark.slow
 
@@ -31,8 +32,10 @@ GATHERED = {
     "model.layers.*.mlp.down_proj": "rowwise_split_input",
 }
 TOLERANCE = 4e-6
-"""The sums of slices along the input add the same float32 products in another order: some units in the last
-place (2**-23) of the largest logit, after the 2 to 4 layers of these models.
+"""Largest error relative to the largest logit.
+
+Slices along the input add the same float32 products in another order. After the 2 to 4 layers of these
+models, this changes some units in the last place (2**-23).
 """
 EXACT = ("gptq", "fp8-block", "fp8-channel")
 EQUAL = (
@@ -48,7 +51,7 @@ EQUAL = (
 
 
 def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
-    """A tiny Llama; `change` edits its tensors, `options` its config."""
+    """Writes a tiny Llama, with tensors edited by `change` and config values from `options`."""
     tensors = tiny_models.onloaded_tensors(weight_format)
     if change is not None:
         change(tensors)
@@ -59,7 +62,7 @@ def write(folder: Path, weight_format, config: dict, change=None, **options) -> 
 
 
 def scatter(tensors: dict) -> None:
-    """Act-order, and a bias beside every layer."""
+    """Adds act-order and a bias to every layer."""
     generator = torch.Generator().manual_seed(9)
     for name in [name for name in tensors if name.endswith("g_idx")]:
         tensors[name] = tensors[name][torch.randperm(tensors[name].numel(), generator=generator)]
@@ -74,12 +77,12 @@ def untie(tensors: dict) -> None:
 
 
 def poison(tensors: dict) -> None:
-    """A scale that the second of two ranks holds."""
+    """Sets a scale that the second of two ranks holds to NaN."""
     tensors["model.layers.1.mlp.up_proj.weight_scale"][200] = float("nan")
 
 
 def relabel(tensors: dict) -> None:
-    """Zero points that are stored as in v1 in the columns of one rank, and as in v2 in those of the other."""
+    """Stores zero points as in GPTQ v1 for one rank's columns, and as in v2 for the other's."""
     tensors["model.layers.1.mlp.up_proj.qzeros"][:, 16:] = -0x77777778
 
 
@@ -158,7 +161,7 @@ def paths(folder) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(folder, paths) -> list[dict]:
-    """The results of both ranks; one launch runs all cases."""
+    """Returns the results of both ranks. One launch runs all cases."""
     details = {
         "gptq": {"saves": True, "standalone": True},
         "fp8-block": {"saves": True, "copies": True},
@@ -192,8 +195,10 @@ def test_two_ranks_compute_what_one_process_does(case, results):
 
 
 def expected_nbytes(path: str) -> tuple[int, int]:
-    """(read, held): half of everything, but scales that whole rows share where the input is cut, and the
-    index of GPTQ.
+    """Returns the expected bytes (read, held) of one rank.
+
+    They are half of all bytes, except for the index of GPTQ, and for scales of whole rows if the input is
+    sliced.
     """
     read = held = 0
     for name, tensor in tiny_models.stored_tensors(Path(path)).items():
@@ -275,9 +280,7 @@ def test_what_one_rank_finds_all_ranks_are_told(results):
 
 
 def test_a_rank_that_fails_before_it_has_met_the_others_ends_all_and_is_named(results):
-    """Without its files, which is before transformers makes its meshes, and for its own config, which is
-    after.
-    """
+    """Missing files fail before transformers creates its meshes, and a wrong config afterwards."""
     for case, cause in {
         "not there": "nowhere",
         "other head": "hfq cannot cut a quantized layer in the way that tp_plan requires",

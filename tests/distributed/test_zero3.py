@@ -1,5 +1,6 @@
-"""Models under ZeRO-3 on two CPU ranks, through the `deepspeed` command: equal to unsharded ones, bit for
-bit.
+"""Tests that models under ZeRO-3 are bit-identical to unsharded models.
+
+The `deepspeed` command runs two CPU ranks.
 """
 
 import pytest
@@ -18,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(folder):
-    """{name: the folder of a checkpoint}."""
+    """Returns the checkpoint folders by name."""
     paths = {
         name: write_format(folder / name, name) for name in ("gptq4", "fp8-block", "fp8-tensor-0-dim", "int8")
     }
@@ -31,13 +32,13 @@ def sources(folder):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of the run, whichever process of the tests starts it."""
+    """Returns the folder of the run, which all test processes share."""
     return shared_folder(tmp_path_factory) / "zero3-run"
 
 
 @pytest.fixture(scope="module")
 def results(folder, sources, run, tmp_path_factory):
-    """The results of both ranks."""
+    """Returns the results of both ranks."""
     mamba, details = write_reading(folder / "mamba", "mamba")
     cases = [
         {"id": "none", "checkpoint": sources["gptq4"], "shard_device": "none", "saves": True, "early": True},
@@ -130,7 +131,7 @@ def test_shards_that_stay_in_the_checkpoint_are_read_for_each_forward_and_writte
         assert found[case]["written"] == 0
         assert (
             found[case]["packed_read"] < 0.6 * found[case]["packed_shard"]
-        )  # small tensors, which are checked
+        )  # loading reads only the small tensors, to check them
         passes = 3 + 3  # forwards and generated tokens
         assert found[case]["swapped_in"] >= 0.9 * passes * found[case]["packed_shard"]
         assert "swap buffers" in found[case]["line"]
@@ -141,7 +142,7 @@ def test_a_gathered_model_is_saved_as_the_bytes_that_were_loaded(case, results, 
     source = tiny_models.digests(sources["gptq4" if case in ("none", "in place") else case])
     saved = tiny_models.digests(run / case / "saved")
     assert all(found[case]["gathered_equals_file"] for found in results)
-    if case == "mixtral":  # its dense tensors are stored as float32, and loaded as bfloat16
+    if case == "mixtral":  # its unquantized tensors are stored in float32 and loaded in bfloat16
         source, saved = (
             {n: d for n, d in digests.items() if "q" in n.rpartition(".")[2]} for digests in (source, saved)
         )
@@ -167,9 +168,7 @@ def test_a_model_that_is_used_without_the_engine_or_copied_says_so(results):
 
 
 def test_an_engine_that_would_cast_packed_tensors_is_refused_by_name(results):
-    """float32 scales of FP8 blocks, which stage 2 casts to bfloat16; and whole rows, which stage 3 cuts by
-    value.
-    """
+    """Stage 2 casts the float32 scales of FP8 blocks, and stage 3 partitions by value."""
     for found in results:
         stage_2, stage_3 = found["whole"]["plain"]
         assert stage_2.startswith(

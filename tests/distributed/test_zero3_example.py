@@ -1,5 +1,6 @@
-"""`examples/finetune_lora.py` on two ranks of ZeRO-3: a classifier is trained, evaluated and predicts; a
-causal model is evaluated.
+"""Tests of `examples/finetune_lora.py` on two ranks of ZeRO-3.
+
+A classifier is trained, is evaluated, and predicts. A causal model is evaluated.
 """
 
 import json
@@ -22,7 +23,7 @@ TEXT = ROOT / "tests" / "data" / "tiny-llama" / "held_out.txt"
 LABELS = ("keys", "list", "path")
 ROWS = [(LABELS[index % 3], f"Return the {LABELS[index % 3]} of item {index}.") for index in range(60)]
 HELD_OUT = ROWS[::10]
-"""What the example does not train on."""
+"""Rows that the example does not train on."""
 
 QUIET = "--use_cpu --bf16 --report_to none --disable_tqdm true"
 TRAINS = (
@@ -36,7 +37,7 @@ EVALUATES = "--deepspeed configs/deepspeed/inference_zero3_cpu.json --do_eval --
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where the example has written: `trained/`, and what was printed."""
+    """Returns the folder with the example's output: `trained/`, and the printed text."""
     folder = tmp_path_factory.mktemp("example")
     (folder / "rows.tsv").write_text("\n".join(f"{label}\t{text}" for label, text in ROWS), encoding="utf-8")
     (folder / "text.txt").write_text(TEXT.read_text(encoding="utf-8")[:6000], encoding="utf-8")
@@ -51,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def accuracies(folder: Path) -> list[float]:
-    """The accuracy that each run printed at its end."""
+    """Returns the accuracy that each run printed at its end."""
     return [
         float(found)
         for found in re.findall(r"^  eval_accuracy +=  *([\d.]+)", (folder / "printed.txt").read_text(), re.M)

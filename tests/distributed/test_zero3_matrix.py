@@ -1,5 +1,6 @@
-"""ZeRO-3 on two and three ranks: formats and homes beside those of test_zero3.py, every dialect, and what
-stock does to words.
+"""Tests of ZeRO-3 on two and three ranks with further formats and shard devices.
+
+All format variants are covered. One test shows how DeepSpeed alone changes the words of a quantized layer.
 """
 
 import json
@@ -26,7 +27,7 @@ FAST = {
     ("fp8-tensor-0-dim", "in place"),
     ("int8", "cpu"),
 }
-"""What test_zero3.py has run."""
+"""Cases that test_zero3.py covers."""
 
 
 def need(shard_device: str) -> None:
@@ -39,7 +40,7 @@ TWO = [
     (name, shard_device) for name in FORMATS for shard_device in DEVICES if (name, shard_device) not in FAST
 ]
 TARGET_FORMATS = [case for case in CASES if case.id in REPRESENTATIVES]
-"""One row of each format: how a row is cut into shards knows bytes alone."""
+"""One case per format, because the partition of a flat buffer depends only on its bytes."""
 THREE = [(name, shard_device) for name in FORMATS for shard_device in DEVICES]
 
 
@@ -51,7 +52,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, sources):
-    """The results of each rank of a run, by the number of ranks."""
+    """Returns a function from the number of ranks to the results of each rank."""
     done = {}
 
     def results(ranks: int) -> list[dict]:
@@ -115,13 +116,14 @@ def test_three_ranks_are_exact_with_padded_shards(name, shard_device, run):
 @pytest.mark.parametrize("case", [case.id for case in TARGET_FORMATS])
 def test_every_format_is_sharded_by_bytes(case, run):
     for results in run(2):
-        # of one-bit codes the small tensors, which are then read twice, are as large as the codes
+        # With one-bit codes, the small tensors are as large as the codes, and they are read twice.
         check_exact(results[case], ranks=2, is_read=case != "hqq-1bit")
 
 
 def test_stock_nvme_offload_still_casts_the_values_of_packed_words(run):
-    """Why rows are viewed as ZeRO's own dtype. Where this fails, DeepSpeed has mended it: look at
-    `zero_make._is_swapped`.
+    """hfq views flat buffers in ZeRO's dtype because of this bug.
+
+    If this test fails, DeepSpeed is fixed. Then review `ShardMaker._is_swapped` in make_parameters.py.
     """
     need("swap")
     for results in run(2):

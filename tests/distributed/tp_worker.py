@@ -1,5 +1,6 @@
-"""One rank of a tensor parallel run: loads each case whole and cut, and writes how the two compare as JSON
-for pytest to judge.
+"""One rank of a tensor parallel run.
+
+The worker loads each case whole and sliced, compares both, and writes the results as JSON for the tests.
 
 torchrun --nproc_per_node 2 tests/distributed/tp_worker.py --cases cases.json --out folder
 """
@@ -38,7 +39,7 @@ def load(case: dict, **options):
 def cut(case: dict, world: int):
     if case.get("standalone"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers calls the argument deprecated
+            warnings.simplefilter("ignore", FutureWarning)  # transformers deprecates the argument
             return load(case, tp_plan="auto")
     return load(
         case, distributed_config=DistributedConfig(tp_size=world, tp_plan=case.get("tp_plan", "auto"))
@@ -54,8 +55,9 @@ def copy_error(model) -> str:
 
 
 def compare_modules(whole, model) -> dict:
-    """Whether every slice is bit for bit that of the whole layer: its weight, and what a slice along the
-    output computes.
+    """Returns the layers whose slices are not bit-identical to the whole layer.
+
+    Weights of all slices, and outputs of slices along the output, are compared.
     """
     slices, found = (
         model.hf_quantizer.loading.slices,

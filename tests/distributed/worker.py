@@ -1,5 +1,6 @@
-"""One rank of a run: loads each case plainly and under ZeRO-3, and writes what both gave as JSON for pytest
-to judge.
+"""One rank of a ZeRO-3 run.
+
+The worker loads each case with and without ZeRO-3, and writes the results as JSON for the tests.
 
 deepspeed --num_gpus 2 tests/distributed/worker.py --cases cases.json --out folder
 """
@@ -20,7 +21,7 @@ from unittest import mock
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_MODULES_CACHE"] = (
     tempfile.mkdtemp()
-)  # code that comes with a model: of each rank, as on nodes of their own
+)  # each rank has a separate cache of the models' own code, as on separate nodes
 import deepspeed
 import torch
 import transformers
@@ -38,7 +39,7 @@ TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
 
 
 def ds_config(shard_device: str, folder: Path, **zero) -> dict:
-    """A config under which even tiny rows are gathered, released, fetched ahead and swapped."""
+    """Returns a config that gathers, releases, prefetches, and swaps even tiny flat buffers."""
     offload = {
         "device": shard_device,
         "pin_memory": False,
@@ -79,11 +80,12 @@ def load(case: dict, path: str, **options):
 
 
 def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], list[int]]:
-    """Logits of three forwards, the first recording and the others following DeepSpeed's trace, and greedy
-    tokens.
+    """Returns the logits of three forwards, and greedy tokens.
+
+    The first forward records DeepSpeed's trace, and the others follow it.
     """
     inputs = case.get("inputs") or [{"input_ids": [tokens]} for tokens in TOKENS]
-    if case.get("differs"):  # each rank has tokens of its own
+    if case.get("differs"):  # each rank has different tokens
         inputs = [
             {
                 name: [[(token + rank) % 90 for token in row] for row in parameters]
@@ -107,7 +109,7 @@ def packed_modules(model) -> list[QuantizedModule]:
 
 
 def gathered_equals_file(model, loading) -> bool:
-    """Whether every packed tensor, gathered by DeepSpeed's own context, has the bytes of the file."""
+    """Returns True if all quantized tensors that DeepSpeed gathers equal their files."""
     for module in packed_modules(model):
         with deepspeed.zero.GatheredParameters([module.flat_buffer]):
             for local, tensor in module.onloaded_tensors().items():
@@ -145,7 +147,7 @@ def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
     config = ds_config(case["shard_device"], folder, **case.get("zero", {}))
     accelerator = (
         Accelerator() if case.get("accelerates") else None
-    )  # its config file keeps a config of its own alive
+    )  # its config file keeps a separate config alive
     alive = HfDeepSpeedConfig(config) if accelerator is None else None
     started = time.perf_counter()
     lacking = (
@@ -182,7 +184,7 @@ def hfq_report(model):
 
 
 def trainer(case: dict, path: str, config: dict):
-    """An engine that trains the norms and the head on packed frozen layers."""
+    """Returns an engine that trains the norms and the head, with frozen quantized layers."""
     model = load(case, path, **case.get("options", {})).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name or "lm_head" in name)
@@ -205,8 +207,9 @@ def steps(engine, count: int) -> list[float]:
 
 
 def train(case: dict, path: str, folder: Path) -> dict:
-    """The losses of four steps, and of the last two once more after DeepSpeed's checkpoint was loaded into a
-    new engine.
+    """Returns the losses of four steps, and of the last two after a resume.
+
+    The resume loads DeepSpeed's checkpoint into a new engine.
     """
     config = ds_config(case["shard_device"], folder) | {
         "zero_allow_untested_optimizer": True,
@@ -236,7 +239,7 @@ def train(case: dict, path: str, folder: Path) -> dict:
 
 
 def run_stock(folder: Path) -> dict:
-    """What DeepSpeed's own partitioning to NVMe makes of a frozen int32 parameter, as of GPTQ words."""
+    """Returns how DeepSpeed alone changes a frozen int32 parameter that is partitioned to NVMe."""
     words = torch.randint(
         -(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(3)
     )
@@ -252,8 +255,9 @@ def run_stock(folder: Path) -> dict:
 
 
 def run_whole(case: dict, plain) -> dict:
-    """What DeepSpeed makes of a model that every rank holds whole: loaded without its config, and with one of
-    stage 2.
+    """Returns the results of DeepSpeed engines for a model that every rank holds whole.
+
+    The model is loaded without a DeepSpeed config, and with a config of stage 2.
     """
     optimized = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **optimized}
@@ -280,7 +284,7 @@ def run_whole(case: dict, plain) -> dict:
 
 
 def errors_of_early_use(model) -> list[str]:
-    """What a user is told who forgets the engine, or gathers nothing."""
+    """Returns the errors that users see if they forget the engine or do not gather weights."""
     layer, found = packed_modules(model)[0], []
     for use in (
         lambda: model(torch.tensor([[1, 2]])),
@@ -297,7 +301,7 @@ def errors_of_early_use(model) -> list[str]:
 
 
 def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
-    """Runs every case, and writes what it gave, or how it failed."""
+    """Runs every case, and writes its results or its error."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -307,10 +311,12 @@ def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
     partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = (
         4096  # tiny shards are swapped, too
     )
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # with gloo alone, nothing needs a compiler
+    )
     compiled_io.use()
     deepspeed.init_distributed()
-    gc.freeze()  # what is imported stays: it is not looked through again after each case
+    gc.freeze()  # excludes imported objects from the collection after each case
     rank, results = torch.distributed.get_rank(), {}
     for case in json.loads(arguments.cases.read_text()):
         try:

@@ -38,7 +38,10 @@ __all__ = ["ShardMaker"]
 logger = logging.get_logger("hfq")
 
 _STAYS_NBYTES = 1 << 16
-"""Largest unquantized shard, in bytes, that stays in memory while larger shards are read for every use."""
+"""Largest unquantized shard in bytes that stays in memory.
+
+Larger shards are read from the checkpoint for every use.
+"""
 
 
 class ShardMaker:
@@ -77,7 +80,7 @@ class ShardMaker:
         self.filler = ShardFiller(loading, self._plan.rank, self._plan.world, self._is_scattered, self.device)
 
     def make(self, sharded_parameters: list[ShardedParameter]) -> None:
-        """Makes and fills every parameter, then partitions the parameters that transformers has loaded.
+        """Makes and fills every parameter, then partitions those that transformers has loaded.
 
         Raises:
             HfqError: This rank or another could not read, or found impossible values.

@@ -277,7 +277,10 @@ def least_swapped(zero: ZeroConfig) -> int:
 
 
 def patch_deepspeed(_: Any) -> None:
-    """Patches `DeepSpeedEngine._configure_distributed_model` (runtime/engine.py) after DeepSpeed is imported.
+    """Makes DeepSpeed's engine check a model's quantized tensors before it changes the model.
+
+    hfq calls it after DeepSpeed is imported. It patches `DeepSpeedEngine._configure_distributed_model`
+    (runtime/engine.py).
 
     For a model that is not sharded, DeepSpeed casts every float parameter to the dtype of the engine
     (`_cast_module_mixed_precision`), including the scales of quantized modules. It then sends rank 0's

@@ -46,7 +46,7 @@ class ShardedParameter:
 def find_sharded_parameters(
     model: nn.Module, match: CheckpointMatch, sharded: Mapping[str, bool], zero_dtype: torch.dtype
 ) -> list[ShardedParameter]:
-    """Lists the parameters that are sharded, in the order of the modules, which is the same on every rank.
+    """Lists the sharded parameters in module order, which is the same on every rank.
 
     Args:
         model: The model on the meta device.

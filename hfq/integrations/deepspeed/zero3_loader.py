@@ -243,7 +243,7 @@ class Zero3Loader(ModelLoader):
 
 
 def _fetch(module: QuantizedModule, is_under_way: Any) -> Mapping[str, torch.Tensor]:
-    """Returns the gathered tensors of a quantized module whose weight other code reads during a forward."""
+    """Gathers the tensors of a quantized module whose weight other code reads in a forward."""
     if not is_under_way():
         raise PlacementError(
             f"{module.name} is sharded by ZeRO-3, and was used while its weights were not gathered.",

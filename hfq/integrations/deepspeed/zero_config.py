@@ -1,4 +1,7 @@
-"""DeepSpeed config of a load: its dtype, its shard device, and options that would corrupt quantized bytes."""
+"""DeepSpeed config of a load.
+
+It yields the dtype, the shard device, and errors for options that would corrupt quantized bytes.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ class ZeroConfig:
 
     @property
     def kept_numel(self) -> int:
-        """Number of elements of the largest parameter that DeepSpeed keeps gathered after its first use."""
+        """Number of elements of the largest parameter that DeepSpeed keeps gathered after use."""
         found = next(
             (self.options[_ZERO][name] for name in _PERSISTENCE if name in self.options[_ZERO]),
             _DEFAULT_PERSISTENCE,
@@ -206,7 +209,7 @@ def refused_options(config: Mapping[str, Any]) -> Iterator[SetupError]:
 
 
 def _running_dtype(options: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that ZeRO runs in, and resolves `auto` in `options` to the dtype of the model."""
+    """Returns the dtype that ZeRO runs in, and resolves `auto` in `options` to `dtype`."""
     sections = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
     for name, meant in sections.items():
         section = options.get(name, {})

@@ -21,7 +21,10 @@ from hfq.loading.matching.match import CheckpointMatch, match_model
 __all__ = ["TESTED", "Source", "read_source"]
 
 TESTED = ("llama", "granite", "mistral", "qwen3", "gpt_bigcode", "granite_moe_hybrid")
-"""FMS architectures whose logits the tests compare with transformers. Others may return different logits."""
+"""FMS architectures whose logits the tests compare with transformers.
+
+Others may return different logits.
+"""
 _DEFAULT_ROPE = ("default", None)
 _SCALED_ROPE = {"llama": ("llama3",)}
 """FMS architectures that support scaled RoPE, with the RoPE types that match transformers."""

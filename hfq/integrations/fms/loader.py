@@ -206,7 +206,7 @@ def _place_dense(
 
 
 def _part_of(stored: torch.Tensor, place: torch.Tensor, rank: int, world: int) -> torch.Tensor | None:
-    """Returns the slice of an unquantized tensor that a rank holds, or None if the shapes do not match."""
+    """Returns a rank's slice of an unquantized tensor, or None if the shapes do not match."""
     if place.dim() != stored.dim():
         return None
     cut = [dim for dim in range(stored.dim()) if place.shape[dim] != stored.shape[dim]]

@@ -46,7 +46,7 @@ __all__ = ["ARCHITECTURES", "TYPE", "install"]
 
 TYPE = "hfq"
 ARCHITECTURES = ("llama", "granite", "mistral")
-"""FMS architectures that create all linear layers of their decoder layers through the registry."""
+"""FMS architectures whose decoder layers create all linear layers through the registry."""
 
 _LAYERS = "hfq_layers"
 _options: list[HfqConfig] = []
@@ -133,7 +133,7 @@ class _Unnamed(UninitializedModule):
 
 
 def _asking(original: Any) -> Any:
-    """Returns a replacement for `hf_config_to_fms_config_params` that requests hfq's layers if needed."""
+    """Wraps `hf_config_to_fms_config_params` to request hfq's layers for quantized checkpoints."""
 
     @functools.wraps(original)
     def hf_config_to_fms_config_params(config: PreTrainedConfig, model_path: str | None) -> dict[str, Any]:
