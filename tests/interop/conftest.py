@@ -27,7 +27,7 @@ def stock_digest(tmp_path_factory):
         for line in readers[flag].stdout:
             if line.startswith("digest"):
                 return line
-        readers.pop(flag).wait(60)  # it ended; the next test starts another
+        readers.pop(flag).wait(60)  # it ended, and the next test starts another
         raise AssertionError(errors.read_text()[-3000:])
 
     yield stock_digest

@@ -1,8 +1,10 @@
-"""One rank of FMS's tensor parallelism: loads each case through both entry points, and compares its logits with
-those of one process.
+"""One rank of FMS's tensor parallelism.
 
-python tests/interop/fms_worker.py RANK WORLD FOLDER   (the folder holds cases.pt, and gets store and
-rank<n>.json)
+The worker loads each case through both entry points, and compares the logits with those of one process.
+
+    python tests/interop/fms_worker.py RANK WORLD FOLDER
+
+FOLDER holds cases.pt. The ranks write store and rank<n>.json there.
 """
 
 import json

@@ -1,12 +1,16 @@
-"""Loads checkpoints of other projects in three placements and prints one table; exits with 1 where a promise
-does not hold.
+"""Table of other projects' checkpoints, each loaded in three placements.
 
     PYTHONPATH=. python tests/interop/table.py FOLDER ...
 
+The exit status is 1 if a promise does not hold.
+
 Each folder holds a checkpoint and `reference_weightonly.safetensors`: tokens, and the logits of a plain
-float32 model with the exactly dequantized weights. Columns: relative L2 error of the logits; whether they are
-equal bit for bit on the CPU, with one layer on disk, and all on disk; bytes resident over packed bytes on
-file; whether a save from each placement gives back every packed byte.
+float32 model with the exactly dequantized weights. The columns are:
+
+- error: relative L2 error of the logits.
+- equal: True if logits are bit-identical on the CPU, with one layer on disk, and with all layers on disk.
+- resident: bytes of the quantized modules in memory, divided by their bytes on disk.
+- saved: True if a save from each placement returns every quantized byte.
 """
 
 import sys
@@ -48,7 +52,7 @@ def is_saved(model, folder: Path, names: set[str]) -> bool:
 
 
 def row(folder: Path) -> dict:
-    """What the table says of one checkpoint.
+    """Returns the table's values for one checkpoint.
 
     Raises:
         HfqError: hfq cannot load it.
@@ -75,7 +79,7 @@ def main(folders: list[str]) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     counts: Counter[str] = Counter()
-    print(f"{'checkpoint':44} {'dialect':44} {'error':>8} {'equal':>5} {'resident':>8} {'saved':>5}")
+    print(f"{'checkpoint':44} {'format':44} {'error':>8} {'equal':>5} {'resident':>8} {'saved':>5}")
     for folder in map(Path, folders):
         if not (folder / "reference_weightonly.safetensors").is_file():
             continue

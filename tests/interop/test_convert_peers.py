@@ -91,5 +91,5 @@ def test_transformers_with_compressed_tensors_gives_hfqs_logits(tmp_path, path, 
     model, _ = packed_layers(path, quantize_activations=True)
     with torch.no_grad():
         expected, found = model(TOKENS).logits, stock(TOKENS).logits
-    # products over panels may sum in another order, and a rounding of FP8 activations may flip on it
+    # Products over panels may sum in another order, which can change a rounding of FP8 activations.
     assert (found - expected).norm() <= (1e-3 if path is FP8 else 1e-5) * expected.norm()

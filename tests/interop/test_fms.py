@@ -29,18 +29,19 @@ pytestmark = pytest.mark.peers
 
 ROOT = Path(__file__).parents[2]
 TOKENS = torch.tensor([[3, 5, 7, 11, 13, 2], [4, 9, 30, 31, 8, 6]])
-"""Neither of 2 nor of 8 tokens, the numbers of key heads: see `test_stock_fms.py`."""
+"""Tokens whose number differs from 2 and 8, the numbers of key heads. See `test_stock_fms.py`."""
 CONFIG = HfqConfig(kernel="reference")
 TOLERANCE = 5e-6
-"""Relative L2 in float32: FMS computes attention, RoPE and norms in other orders of operations than
-transformers.
+"""Relative L2 in float32.
+
+FMS computes attention, RoPE, and norms in another order of operations than transformers.
 """
 
 MAMBA = {
     "bamba": r"(?s)has not been compared.*found: bamba",
     "granite_moe_hybrid with Mamba": "mamba.A_log: stored, but FMS's model has no such tensor",
 }
-"""Models of `OTHERS` that FMS has no layers for, or that nobody compared, and how `load` refuses them."""
+"""Models of `OTHERS` that `load` does not support, with its error messages."""
 
 
 def identity(case) -> str:
@@ -263,7 +264,7 @@ def ranks(folder, shared) -> list[dict]:
 def test_two_ranks_compute_what_one_process_does(case, ranks, shared):
     whole = shared[case][2]
     if case == "one key head":
-        whole += 2 * 2 * 32 * 256  # the key and value layers of both blocks, which both ranks hold
+        whole += 2 * 2 * 32 * 256  # the key and value layers of both decoder layers, which both ranks hold
     for rank in ranks:
         for door in ("load", "registry"):
             assert rank[case][door]["error"] <= TOLERANCE
@@ -342,12 +343,12 @@ def test_a_sliding_window_that_fms_does_not_know_is_refused(folder):
 
 @pytest.mark.parametrize("format", ["fp8-channel", "dense"])
 def test_as_many_tokens_as_key_heads_are_refused_without_a_cache_and_right_with_one(paths, format):
-    """Without one FMS's attention takes heads for tokens there: see `test_stock_fms.py`."""
+    """Without a cache, FMS's attention mistakes tokens for heads. See `test_stock_fms.py`."""
     path, tokens = paths["llama", format, 2], TOKENS[:, :2]
     with torch.no_grad():
         for door in (
             (load, get_model) if format != "dense" else (load,)
-        ):  # the other door leaves dense models to FMS
+        ):  # FMS itself loads unquantized models in `get_model`
             with pytest.raises(SetupError, match="would mistake tokens for heads"):
                 door(path)(tokens)
         found = load(path)(tokens, use_cache=True)[0]

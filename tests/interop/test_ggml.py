@@ -19,8 +19,9 @@ ERRORS = {
     ("Q4_0", True): (0.06, 0.12),
     ("Q8_0", False): (0.003, 0.015),
 }
-"""Of the product's norm: what rounding normal weights to 4.5 bits (a step of about a fifth of their
-deviation) or 8.5 bits costs.
+"""Largest error relative to the product's norm, by format.
+
+Rounding normal weights to 4.5 bits, with steps of about a fifth of their deviation, or to 8.5 bits causes it.
 """
 
 
@@ -55,7 +56,7 @@ def test_torchs_number_of_threads_is_taken_up(dense):
         expected = layer(activations)
         assert layer._threads == 1
         torch.set_num_threads(2)
-        assert torch.equal(layer(activations), expected)  # each output is one thread's
+        assert torch.equal(layer(activations), expected)  # one thread computes each output
         assert layer._threads == 2
     finally:
         torch.set_num_threads(before)

@@ -46,7 +46,7 @@ def test_a_stock_load_is_the_same_with_and_without_hfq(stock_digest, path):
     assert stock_digest(path) == stock_digest(path, "hfq")
 
 
-# transformers' own GPTQ reader knows no `dynamic` overrides; gptqmodel itself does, below
+# The GPTQ reader of transformers does not support `dynamic` overrides. The gptqmodel test below covers them.
 STOCK_READABLE = [path for path in [*GPTQS, *CT] if "dynamic" not in path.name]
 
 
@@ -76,8 +76,8 @@ def test_activations_are_quantized_as_compressed_tensors_does(path):
     with torch.no_grad():
         expected = stock(tokens).logits
         found = load(path, dtype=torch.float32, quantize_activations=True)(tokens).logits
-    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on
-    # it
+    # Both sides use float32. Products over panels may sum in another order, which can change a rounding of
+    # FP8.
     assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 

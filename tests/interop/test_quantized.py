@@ -95,7 +95,7 @@ def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):
     expected = logits(load(tmp_path / "it"))
     stock = AutoModelForCausalLM.from_pretrained(
         tmp_path / "it", dtype=torch.bfloat16
-    )  # on a CPU it dequantizes to that
+    )  # on a CPU, transformers dequantizes to this dtype
     assert (logits(stock) - expected).norm() < 0.02 * expected.norm()
 
 
@@ -110,8 +110,8 @@ def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
     with torch.no_grad():
         expected = stock(tokens).logits
         found = load(tmp_path / "it", quantize_activations=True)(tokens).logits
-    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on
-    # it
+    # Both sides use float32. Products over panels may sum in another order, which can change a rounding of
+    # FP8.
     assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
@@ -120,8 +120,9 @@ OUTPUTS = [{"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"}, {"metho
 
 @pytest.mark.parametrize("recipe", OUTPUTS, ids=str)
 def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
-    """What is packed while loading and saved is the same as what `hfq.quantize` writes
-    (tests/loading/quantize_on_load/test_quantizing_loader.py).
+    """A model that is quantized on load and saved equals the output of `hfq.quantize`.
+
+    tests/loading/quantize_on_load/test_quantizing_loader.py checks this.
     """
     model = AutoModelForCausalLM.from_pretrained(
         SOURCE, quantization_config=HfqConfig(quantize_weights=recipe), dtype=torch.float32
@@ -129,17 +130,16 @@ def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
     model.save_pretrained(tmp_path / "it")
     dtype = (
         torch.bfloat16 if recipe["method"] == "mxfp4" else torch.float32
-    )  # which it decompresses MXFP4 to, whatever is asked
+    )  # compressed-tensors always decompresses MXFP4 to bfloat16
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=dtype)
     found = logits(stock)
     packed = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert len(packed) == 28
     for name, module in packed.items():
         assert torch.equal(module.weight, stock.get_submodule(name).weight.float()), name
-    # another order of sums moves an activation over the edge of its int8 code, here and there: the
-    # reference's is the reader's
+    # Another order of sums can change the int8 code of an activation. The reference kernel sums in the same
+    # order as the reader.
     options = {"quantize_activations": True, "kernel": "reference"} if recipe["method"] == "w8a8" else {}
     expected = logits(load(tmp_path / "it", **options))
-    # float32 on both sides, whose sums may be taken in another order; for MXFP4 the reader computes in 16
-    # bits
+    # Both sides use float32, and may sum in another order. For MXFP4, the reader computes in 16 bits.
     assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.02) * expected.norm()

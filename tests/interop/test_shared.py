@@ -12,7 +12,7 @@ from tests.support import tiny_models
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.skipif(
-    not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints beside the repository"
+    not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints next to the repository"
 )
 
 PLACEMENTS = {
@@ -47,7 +47,7 @@ def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placem
     reference = safetensors_torch.load_file(tiny_models.SHARED / name / "reference_weightonly.safetensors")
     expected, tokens = reference["logits_fp32_weightonly"], reference["input_ids"]
     found = {key: logits(load(name, device_map=device_map), tokens) for key, device_map in PLACEMENTS.items()}
-    # float32 sums in another order than the reference's: 1e-5 relative L2
+    # float32 sums in another order than the reference allow 1e-5 relative L2.
     assert (found["cpu"] - expected).norm() <= 1e-5 * expected.norm()
     assert all(torch.equal(found["cpu"], other) for other in found.values())
 

@@ -1,6 +1,6 @@
-"""Expected failures for bugs of FMS 1.13 alone. A test that passes shows that FMS is fixed.
+"""Tests that are expected to fail because of bugs in FMS 1.13. A test that passes shows that FMS is fixed.
 
-The checkpoints' config.json names no quantization, as FMS must be shown them: one that does needs
+The config.json of the checkpoints names no quantization, because FMS would otherwise require
 fms-model-optimizer.
 """
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.peers
 
 GPTQ = {"linear_type": "gptq_cpu", "bits": 4, "group_size": 64, "desc_act": False}
 FLOAT16 = 5e-3
-"""Relative L2: FMS's GPTQ layers compute in float16; 1.3e-3 was measured."""
+"""Relative L2 for FMS's GPTQ layers, which compute in float16."""
 
 
 def stock(path: Path, **options):
@@ -35,8 +35,9 @@ def stock(path: Path, **options):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """made(format, key heads, …) → (the checkpoint as FMS must be shown it, the logits that transformers has
-    with hfq).
+    """Returns made(format, key heads, …) → (checkpoint without quantization in config.json, expected logits).
+
+    The expected logits come from transformers with hfq.
     """
     folder, found = tmp_path_factory.mktemp("stock"), {}
 
@@ -63,9 +64,7 @@ def test_symmetric_gptq_with_many_key_heads_works(made):
     assert error(logits(stock(path, linear_config=GPTQ)), expected) <= FLOAT16
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the zero point is taken to be 8, whatever is stored"
-)
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="FMS always uses a zero point of 8")
 def test_asymmetric_gptq(made):
     path, expected = made("gptq-asym", 8)
     assert error(logits(stock(path, linear_config=GPTQ)), expected) <= FLOAT16
@@ -74,14 +73,14 @@ def test_asymmetric_gptq(made):
 @pytest.mark.xfail(
     strict=True,
     raises=RuntimeError,
-    reason="the step for RoPE takes words of packed zero points for features",
+    reason="the step for RoPE treats words of packed zero points as features",
 )
 def test_gptq_with_few_key_heads(made):
     path, expected = made("gptq-sym", 2)
     assert error(logits(stock(path, linear_config=GPTQ)), expected) <= FLOAT16
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="packed tensors are cast to data_type")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="quantized tensors are cast to data_type")
 def test_packed_tensors_keep_their_dtype(made):
     path, _ = made("gptq-sym", 8)
     model = stock(path, linear_config=GPTQ, data_type=torch.bfloat16)
@@ -91,7 +90,7 @@ def test_packed_tensors_keep_their_dtype(made):
 @pytest.mark.xfail(
     strict=True,
     raises=(AssertionError, RuntimeError, NotImplementedError),
-    reason="the scales are left out, with a warning",
+    reason="FMS ignores the scales, with a warning",
 )
 @pytest.mark.parametrize("format", ["fp8-block", "fp8-tensor"])
 def test_fp8_without_another_project(made, format):
@@ -99,7 +98,7 @@ def test_fp8_without_another_project(made, format):
     assert error(logits(stock(path, data_type=torch.float32)), expected) <= FLOAT16
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="fms-model-optimizer is asked, installed or not")
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="FMS requires fms-model-optimizer")
 def test_a_config_that_names_a_quantization(tmp_path):
     from fms.models.hf.config_utils import _FMS_MODEL_CONFIG_REGISTRY as registry
 
@@ -108,7 +107,7 @@ def test_a_config_that_names_a_quantization(tmp_path):
 
 
 @pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason="what is missing is left as it was allocated"
+    strict=True, raises=pytest.fail.Exception, reason="FMS leaves missing tensors uninitialized"
 )
 def test_a_missing_tensor_is_an_error(tmp_path):
     import safetensors.torch as safetensors
@@ -117,14 +116,14 @@ def test_a_missing_tensor_is_an_error(tmp_path):
     tensors = safetensors.load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     safetensors.save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(Exception):  # noqa: B017  (of whatever type)
+    with pytest.raises(Exception):  # noqa: B017  (of any type)
         stock(path)
 
 
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="rope_scaling is looked for in rope_parameters, where transformers 5 has none",
+    reason="FMS looks for rope_scaling in rope_parameters, but transformers 5 does not store it there",
 )
 def test_scaled_rope(made):
     rope = fms_models.OTHERS["scaled RoPE"][1]["rope_parameters"]
@@ -135,7 +134,7 @@ def test_scaled_rope(made):
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="keys [batch, tokens, heads, …] are taken for [batch, heads, tokens, …]",
+    reason="FMS mistakes keys [batch, tokens, heads, …] for [batch, heads, tokens, …]",
 )
 def test_as_many_tokens_as_key_heads(made):
     path, expected = made("dense", 2, tokens=TOKENS[:, :2])
@@ -143,13 +142,13 @@ def test_as_many_tokens_as_key_heads(made):
         assert error(stock(path)(TOKENS[:, :2]), expected) <= 5e-6
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="rope_theta is not handed on")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="FMS ignores rope_theta")
 def test_the_base_of_qwen3s_rope(tmp_path):
     path = fms_models.write_other(tmp_path, "qwen3", "dense")
     assert error(logits(stock(path, multiple_of=1)), reference(path)) <= 5e-6
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the inner size is rounded up to a multiple of 256")
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="FMS rounds the inner size up to a multiple of 256")
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_an_inner_size_that_256_does_not_divide(tmp_path, name):
     path = (
@@ -160,7 +159,7 @@ def test_an_inner_size_that_256_does_not_divide(tmp_path, name):
     assert error(logits(stock(path)), reference(path)) <= 5e-6
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="sliding_window is not used")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="FMS ignores sliding_window")
 def test_mistrals_sliding_window(tmp_path):
     path = fms_models.write(tmp_path, "mistral", "dense", 2, sliding_window=3)
     assert error(logits(stock(path, multiple_of=1)), reference(path)) <= 5e-6

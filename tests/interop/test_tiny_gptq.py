@@ -21,7 +21,7 @@ def test_the_script_writes_a_checkpoint_that_hfq_reads(tmp_path):
         "quantize_tiny_gptq_briefly", EXAMPLES, tiny_models.DATA / "tiny-llama", tmp_path / "made"
     )
     environment = programs.environment(GPTQMODEL_CPU_WORKERS="2")
-    # gptqmodel writes logs into the folder that it is called in
+    # gptqmodel writes logs into the current folder.
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert inspect_checkpoint(Checkpoint.open(tmp_path / "made"))["formats"] == {"gptq v1 int4 g128 sym": 28}
