@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes other projects' environments and checkpoints, and loads every one of them with hfq: one table (`make interop`).
-# Usage: tests/interop/run.sh [MAKER ...], of gptqmodel llmcompressor autoawq bitsandbytes torchao quanto hqq transformers modelopt
-# autoround mlx; all by default. Environments and checkpoints are kept in .interop.
+# Creates the environments and checkpoints of other projects, loads each checkpoint with hfq, and prints one table (`make interop`).
+# Usage: tests/interop/run.sh [MAKER ...]. Makers: gptqmodel, llmcompressor, autoawq, bitsandbytes, torchao, quanto, hqq,
+# transformers, modelopt, autoround, mlx. The default is all of them. Environments and checkpoints are kept in .interop.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -10,7 +10,7 @@ MADE=$HERE/made
 MAKERS=tests/interop/makers
 export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} GPTQMODEL_CPU_WORKERS=2
 
-environment() {  # environment NAME: created from its requirements once
+environment() {  # environment NAME: creates the environment from its requirements, once
     local home=$HERE/$1
     [ -e "$home/.installed" ] && return
     $PYTHON -m venv "$home"

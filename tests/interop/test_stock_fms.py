@@ -1,4 +1,6 @@
-"""Tests that are expected to fail because of bugs in FMS 1.13. A test that passes shows that FMS is fixed.
+"""Tests that are expected to fail because of bugs in FMS 1.13.
+
+A test that passes shows that FMS is fixed.
 
 The config.json of the checkpoints names no quantization, because FMS would otherwise require
 fms-model-optimizer.
@@ -35,9 +37,10 @@ def stock(path: Path, **options):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Returns made(format, key heads, …) → (checkpoint without quantization in config.json, expected logits).
+    """Returns made(format, key heads, …) → (checkpoint for FMS, expected logits).
 
-    The expected logits come from transformers with hfq.
+    The config.json of the checkpoint names no quantization. The expected logits come from transformers with
+    hfq.
     """
     folder, found = tmp_path_factory.mktemp("stock"), {}
 

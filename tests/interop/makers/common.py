@@ -182,10 +182,10 @@ def _plain_name(name: str) -> str:
 
 
 def _parameter(name: str, weights: dict[str, torch.Tensor], interleaved: bool) -> torch.Tensor:
-    """The value of a parameter of the plain model, whose experts are fused: [experts, out, in], the gates
-    before the ups.
+    """Returns the value of a parameter of the plain model, whose experts are fused.
 
-    gpt-oss alone has [experts, in, out], gates and ups by turns, and biases.
+    Experts have shape [experts, out, in], with gates before ups. Only gpt-oss has [experts, in, out],
+    alternating gates and ups, and biases.
     """
     if name in weights:
         return weights.pop(name)
@@ -236,7 +236,7 @@ def run(output: Path, makers: dict[str, Callable[[Path], None]]) -> None:
                 make(Path(temporary) / name)
             except (
                 Exception
-            ) as error:  # a peer may raise anything; the other checkpoints are made all the same
+            ) as error:  # a peer may raise any error, which must not stop the other checkpoints
                 print(f"\nSKIPPED {name}: {type(error).__name__}: {error}", flush=True)
                 continue
             shutil.rmtree(output / name, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Makes AWQ checkpoints in autoawq's three layouts with autoawq's own packers, and the logits of their
-weights.
+"""Maker of AWQ checkpoints in autoawq's three layouts, with the logits of their weights.
 
-autoawq's package cannot be imported with current transformers. Therefore, its modules are imported without its
-`__init__`. Run where requirements-autoawq*.txt are installed: python make_autoawq.py OUTPUT_DIR
-[PART_OF_A_NAME ...]
+autoawq's own packers write them. autoawq's package cannot be imported with current transformers, so its
+modules are imported without its `__init__`. Run it with requirements-autoawq*.txt installed:
+
+    python make_autoawq.py OUTPUT_DIR [PART_OF_A_NAME ...]
 """
 
 import importlib.util
@@ -69,7 +69,7 @@ def pack(
         scales, zeros = scales.t().contiguous(), zeros.t().contiguous()
     packed = PACKERS[version].from_linear(linear, 4, group, scales=scales, zeros=zeros)
     tensors = {name: tensor.contiguous() for name, tensor in packed.state_dict().items()}
-    if version == "gemv_fast":  # what the file holds is not zero * scale but its rounding to float16
+    if version == "gemv_fast":  # the file holds zero * scale rounded to float16
         shifts = tensors["qzeros"][: scales.shape[1]].t().float()[..., None]
         exact = (codes.reshape(*scales.shape, group) * scales[..., None] + shifts).reshape(weight.shape)
     check_codes(tensors, exact, version, group)
@@ -128,13 +128,13 @@ def makers() -> dict:
     made = {f"{version}-g{group}": (version, group) for version in PACKERS for group in (32, 64, 128)}
     found = {name: partial(make, version=version, group=group) for name, (version, group) in made.items()}
     for version in PACKERS:
-        # 320 = 10 groups of 32: more than one word of zeros, the last not full
+        # 320 = 10 groups of 32 need more than one word of zeros, and do not fill the last one.
         found[f"{version}-wide-g32"] = partial(make, version=version, group=32, intermediate_size=320)
         found[f"{version}-qwen2tied-g64"] = partial(make, kind="qwen2-tied", version=version)
         for kind in ("mixtral", "qwen3moe"):
             found[f"{version}-{kind}-g64"] = partial(make, kind=kind, version=version)
     found["gemm-gall"] = partial(make, group=-1)
-    # as autoawq itself packs Qwen3-MoE: the router too
+    # autoawq quantizes the router of Qwen3-MoE, too.
     found["gemm-qwen3moe-router-g32"] = partial(
         make, kind="qwen3moe", group=32, router=True, num_experts=32, moe_intermediate_size=32
     )

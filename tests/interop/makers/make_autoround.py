@@ -1,10 +1,11 @@
-"""AutoRound checkpoints, nearly all by round-to-nearest, in each format a CPU can export. Run: python
-make_autoround.py OUTPUT
+"""Maker of AutoRound checkpoints in each format that a CPU can export.
 
-Every weight is dequantized by AutoRound's own code in float32: its torch GPTQ layer applied to the identity
-matrix, its `dequantize_gemm`, the `dequant_weight_online` of its MX, NVFP4 and FP8 layers. Blockwise FP8 goes
-through transformers' op, as AutoRound's own load does; int-quantized and pack-quantized exports through
-compressed-tensors.
+    python make_autoround.py OUTPUT
+
+Nearly all use round-to-nearest. AutoRound's own code dequantizes every weight in float32: its torch GPTQ
+layer applied to the identity matrix, its `dequantize_gemm`, or the `dequant_weight_online` of its MX, NVFP4,
+and FP8 layers. The operator of transformers dequantizes blockwise FP8, as in AutoRound's own load.
+compressed-tensors dequantizes int-quantized and pack-quantized exports.
 """
 
 import json
@@ -53,7 +54,7 @@ def by_gptq(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     bits = 32 * parts["qzeros"].shape[1] // rows
     columns = 32 * parts["qweight"].shape[0] // bits
     group = columns // parts["scales"].shape[0]
-    if "g_idx" in parts:  # trivial here; the layer that takes it gives only the first K rows
+    if "g_idx" in parts:  # trivial here, and the layer that accepts g_idx returns only the first K rows
         assert torch.equal(parts["g_idx"], torch.arange(columns, dtype=torch.int32) // group)
     layer = QuantLinear(bits, group, columns, rows, bias=False)
     layer.qweight, layer.qzeros, layer.scales = parts["qweight"], parts["qzeros"], parts["scales"].float()
@@ -161,7 +162,7 @@ def quantize(folder: Path, kind: str, scheme: str, form: str, sizes: dict, optio
         tokenizer = AutoTokenizer.from_pretrained(source)
         rounder = AutoRound(model, tokenizer, scheme=scheme, dataset=calibration(source), **options)
         rounder.quantize_and_save(str(output), format=form)
-        written = next(output.rglob("config.json")).parent  # AutoRound adds a folder of its own
+        written = next(output.rglob("config.json")).parent  # AutoRound adds a subfolder
         shutil.copytree(written, folder, dirs_exist_ok=True)
 
 
@@ -202,7 +203,7 @@ MAKERS = {
     "lmhead": make("W4A16", "auto_round", layer_config=HEAD, iters=1),
     "lmhead-claimed": make(
         "W4A16", "auto_round", layer_config=HEAD
-    ),  # the config says packed, the file holds it dense
+    ),  # quantized according to the config, but unquantized in the file
     "awq-w4g128": make("W4A16", "auto_awq", sym=False),
     "own-awq-w4g128": make("W4A16", "auto_round:auto_awq", sym=False),
     "llmc-mxfp4": make("MXFP4", "llm_compressor"),

@@ -1,8 +1,9 @@
-"""bitsandbytes checkpoints, quantized and saved through transformers on the CPU. Run: python
-make_bitsandbytes.py OUTPUT
+"""Maker of bitsandbytes checkpoints, quantized and saved through transformers on the CPU.
 
-Both kinds are dequantized by bitsandbytes' own code: 4-bit weights with the output dtype of their state set
-to float32, 8-bit ones by `int8_vectorwise_dequant`, which multiplies in float32.
+    python make_bitsandbytes.py OUTPUT
+
+The code of bitsandbytes dequantizes all weights. For 4-bit weights, the output dtype of their state is set to
+float32. For 8-bit weights, `int8_vectorwise_dequant` multiplies in float32.
 """
 
 import re
@@ -22,12 +23,12 @@ PART = re.compile(
 def dequantize_4bit(weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     state = functional.QuantState.from_dict(dict(parts), device=torch.device("cpu"))
     state.dtype, shape = torch.float32, state.shape
-    state.shape = torch.Size([1, shape.numel()])  # on a CPU it misplaces blocks that run across rows (0.50.2)
+    state.shape = torch.Size([1, shape.numel()])  # on a CPU, 0.50.2 misplaces blocks that span rows
     return functional.dequantize_4bit(weight, state).view(shape)
 
 
 def dequantize(tensors: dict[str, torch.Tensor], transposed: bool = False) -> dict[str, torch.Tensor]:
-    """The dense checkpoint; `transposed` for models of Conv1D, whose dense weights are [in, out]."""
+    """Returns the dequantized weights. `transposed` is for Conv1D, whose weights are [in, out]."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if found := PART.fullmatch(name):

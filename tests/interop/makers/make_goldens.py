@@ -1,7 +1,9 @@
-"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module quantized by a peer, and rows of its
-weight by the peer.
+"""Writer of tests/data/goldens/<peer>-<variant>.safetensors.
 
-Run in each peer's environment (see the maker of that peer):
+Each file holds one tiny module that a peer has quantized, and rows of its weight from the peer's own code.
+
+Run it in each peer's environment (see the maker of that peer):
+
     python make_goldens.py gptqmodel|llmcompressor|autoawq [PART_OF_A_NAME ...]
 """
 
@@ -70,7 +72,7 @@ def of_llmcompressor() -> dict[str, Callable[[], Golden]]:
     def dequantize(maker, tensors, config) -> torch.Tensor:
         return peer.dequantize_module(tensors, maker.schemes[MODULE])
 
-    blocks = {**peer.BLOCKS, "block_structure": [24, 48]}  # the last block of either direction is not full
+    blocks = {**peer.BLOCKS, "block_structure": [24, 48]}  # the last block of each dimension is incomplete
     token = peer.FLOAT8 | peer.PER_TOKEN
     return {
         "w3a16-g32-asym": golden(peer.groups(peer.scheme(peer.integer(3, 32, False)))),
@@ -106,7 +108,7 @@ PEERS = {"gptqmodel": of_gptqmodel, "llmcompressor": of_llmcompressor, "autoawq"
 
 
 def short(config):
-    """Drops long config values without information on tensors: empty values, gptqmodel's run settings."""
+    """Drops config values without information on tensors: empty values, gptqmodel's run settings."""
     if not isinstance(config, dict):
         return config
     kept = {

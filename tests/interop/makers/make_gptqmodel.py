@@ -1,8 +1,8 @@
-"""Makes GPTQ, AWQ and FP8 checkpoints with gptqmodel, and the logits of their weights as gptqmodel
-dequantizes them.
+"""Maker of GPTQ, AWQ, and FP8 checkpoints, with the logits of their weights.
 
-Run where tests/interop/requirements*.txt are installed: python make_gptqmodel.py OUTPUT_DIR [PART_OF_A_NAME
-...]
+gptqmodel quantizes and dequantizes the weights. Run it with tests/interop/requirements*.txt installed:
+
+    python make_gptqmodel.py OUTPUT_DIR [PART_OF_A_NAME ...]
 """
 
 import os
@@ -96,7 +96,10 @@ class Maker:
         self.save_options = {"max_shard_size": shard} if shard else {}
 
     def prepare(self, parent: Path) -> None:
-        """Before any quantization: afterwards transformers, patched by gptqmodel, saves the experts fused."""
+        """Saves the unquantized model, which must happen before any quantization.
+
+        Afterwards, transformers saves the experts fused, because gptqmodel patches it.
+        """
         words = (
             self.kind,
             self.edit and self.edit.__name__,
@@ -118,8 +121,9 @@ class Maker:
 
 
 def check_zeros(folder: Path) -> None:
-    """A zero-point of 0 is what such a checkpoint is for: stored as 0 (v2), or as a field of all ones
-    (v1).
+    """Checks that a checkpoint has a zero point of 0, which is its purpose.
+
+    It is stored as 0 (v2), or as a field of all ones (v1).
     """
     qzeros = common.stored_tensors(folder)["model.layers.0.self_attn.q_proj.qzeros"]
     config = common.quantization_config(folder)

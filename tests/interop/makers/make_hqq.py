@@ -1,8 +1,10 @@
-"""HQQ checkpoints in its own format, by AutoHQQHFModel.save_to_safetensors. Run: python make_hqq.py OUTPUT
+"""Maker of HQQ checkpoints in hqq's own format, from AutoHQQHFModel.save_to_safetensors.
 
-Such a checkpoint says nothing in config.json; each module carries its own description in small tensors. The
-reference decodes them with hqq's own helpers and calls hqq's own Quantizer.dequantize, compute dtype, scales
-and zeros set to float32.
+    python make_hqq.py OUTPUT
+
+The config.json of such a checkpoint does not describe the quantization. Each module has a description in
+small tensors. The reference decodes them with hqq's own helpers, and calls hqq's own Quantizer.dequantize.
+Its compute dtype, scales, and zeros are float32.
 """
 
 import contextlib
@@ -55,7 +57,7 @@ def make(
     def maker(folder):
         model = build(kind, **(sizes or {}))
         settings = BaseQuantizeConfig(nbits=bits, group_size=group, axis=axis, **options)
-        folder.rmdir()  # hqq makes it
+        folder.rmdir()  # hqq creates it
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             AutoHQQHFModel.quantize_model(
                 model, quant_config=settings, compute_dtype=torch.bfloat16, device="cpu"

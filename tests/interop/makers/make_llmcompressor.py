@@ -1,8 +1,9 @@
-"""Makes compressed-tensors checkpoints with llmcompressor, and the logits of their weights as the peer
-dequantizes them.
+"""Maker of compressed-tensors checkpoints, with the logits of their weights.
 
-Run where requirements-llmcompressor.txt is installed: python make_llmcompressor.py OUTPUT_DIR [PART_OF_A_NAME
-...]
+llmcompressor quantizes the weights, and compressed-tensors dequantizes them. Run it with
+requirements-llmcompressor.txt installed:
+
+    python make_llmcompressor.py OUTPUT_DIR [PART_OF_A_NAME ...]
 """
 
 import sys
@@ -63,8 +64,9 @@ def dequantized(folder: Path, schemes: dict[str, QuantizationScheme]) -> dict[st
 
 
 def forget_image_processors() -> None:
-    """transformers 5.17 imports all its image processors (torchvision) when llmcompressor patches an expert
-    class in.
+    """Unloads the image processors of transformers.
+
+    transformers 5.17 imports all of them (torchvision) when llmcompressor replaces an expert class.
     """
     for name in [
         name for name in sys.modules if name.startswith("transformers.models.") and name.endswith("_fast")
@@ -80,7 +82,7 @@ class Maker:
         self.save_options = {"max_shard_size": shard} if shard else {}
 
     def prepare(self, parent: Path) -> None:
-        """Before any quantization: it changes how transformers saves the experts."""
+        """Saves the unquantized model before quantization changes how transformers saves experts."""
         words = (self.kind, *(f"{key}={value}" for key, value in self.changes.items()))
         self.dense = parent / "-".join(words)
         if not self.dense.exists():

@@ -1,8 +1,10 @@
-"""MLX checkpoints, by mlx-lm's own `convert`. Run: python make_mlx.py OUTPUT
+"""Maker of MLX checkpoints, from mlx-lm's own `convert`.
 
-The reference is what `mlx.core.dequantize` makes of the stored tensors, scales and biases set to float32.
-mlx-lm reads `rope_theta` where transformers 5 writes `rope_parameters`, so its own logits are not those of
-such a model.
+    python make_mlx.py OUTPUT
+
+For the reference, `mlx.core.dequantize` dequantizes the stored tensors, with scales and biases in float32.
+mlx-lm reads `rope_theta`, but transformers 5 writes `rope_parameters`. The logits of mlx-lm are therefore
+different.
 """
 
 import contextlib
@@ -67,7 +69,7 @@ def make(
     **options,
 ):
     def maker(folder):
-        folder.rmdir()  # mlx-lm makes it
+        folder.rmdir()  # mlx-lm creates it
         with tempfile.TemporaryDirectory() as source, contextlib.redirect_stdout(io.StringIO()):
             save_dense(build(kind, **(sizes or {})), Path(source))
             size = {"q_group_size": group or MODES[mode], "q_bits": bits, "q_mode": mode}

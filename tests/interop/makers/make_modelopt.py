@@ -1,11 +1,12 @@
-"""NVIDIA Model Optimizer checkpoints by export_hf_checkpoint, as far as a CPU can quantize. Run: python
-make_modelopt.py OUTPUT
+"""Maker of NVIDIA Model Optimizer checkpoints from export_hf_checkpoint, for formats of a CPU.
 
-The weights are dequantized in float32 by Model Optimizer's own `from_quantized_weight` and by the
-`dequantize` of its tensor classes. It has no code that reads its packed INT4, so a formula does that, and
-Model Optimizer's own packer must give the stored bytes back from the result. A `pre_quant_scale` is
-multiplied into the weight: the exported layer multiplies it into the input. NVFP4 and MX weights, too, are
-packed on a CPU; only the fake quantization of a forward pass needs a GPU, and is not run.
+    python make_modelopt.py OUTPUT
+
+Model Optimizer's own `from_quantized_weight`, and the `dequantize` of its tensor classes, dequantize the
+weights in float32. It has no code that reads its bit-packed INT4, so a formula here does that. Model
+Optimizer's own packer must then return the stored bytes. A `pre_quant_scale` is multiplied into the weight,
+because the exported layer multiplies it into the input. NVFP4 and MX weights, too, are quantized on a CPU.
+Only the fake quantization of a forward pass requires a GPU, and it is not run.
 """
 
 import copy
@@ -35,7 +36,10 @@ PARTS = (
 
 
 def dequantize_int4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A byte holds two output rows, the even one in its low nibble; the codes are two's complement."""
+    """Dequantizes two's complement codes.
+
+    A byte holds two output rows, the even one in the low nibble.
+    """
     rows = torch.stack([weight & 15, weight >> 4], dim=1).flatten(0, 1).to(torch.int8)
     codes = torch.where(rows > 7, rows - 16, rows)
     group = codes.shape[1] // scale.shape[1]
@@ -82,8 +86,9 @@ def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor, double: torch.T
 def dequantize_experts(
     weight: torch.Tensor, scale: torch.Tensor, double: torch.Tensor | None
 ) -> torch.Tensor:
-    """Experts in one tensor, inputs before outputs; their scales share that order, or are one number for
-    all.
+    """Dequantizes experts in one tensor, with inputs before outputs.
+
+    The scales have the same order, or one scale covers all experts.
     """
     if scale.dim() < 2:
         return from_quantized_weight(weight, scale.reshape(-1, 1, 1), QUANTIZATION_FP8, torch.float32)
@@ -107,7 +112,7 @@ def dequantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def with_blocks(config: dict, size: int) -> dict:
-    """The same with blocks of this size."""
+    """Returns the config with blocks of this size."""
     config = copy.deepcopy(config)
     for entry in config["quant_cfg"]:
         settings = entry.get("cfg") or {}

@@ -1,9 +1,8 @@
-"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module quantized by a peer, and rows of its
-weight by the peer.
+"""Writer of further tests/data/goldens/<peer>-<variant>.safetensors.
 
-Each comes out of the maker next to this file, as a checkpoint of one layer: the stored tensors of one module,
-and every fourth row of what the maker dequantizes for its reference, in float32, or rounded once to bfloat16
-where the file would grow over 5 KiB. Run in each environment in turn, with the peers that it has:
+The makers next to this file make a checkpoint of one layer for each. A file holds the stored tensors of one
+module, and every fourth row of the maker's dequantized weight. The rows are float32, or are rounded once to
+bfloat16 if the file would exceed 5 KiB. Run it in each environment in turn, with the peers that it has:
 
     python make_more_goldens.py bitsandbytes torchao quanto hqq transformers
     python make_more_goldens.py modelopt
@@ -40,7 +39,7 @@ TINY = {
 }
 NARROW = TINY | {"hidden_size": 32, "head_dim": 32}  # its o_proj is [32, 64]
 FEW = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
-GROUPED = TINY | {"hidden_size": 160, "head_dim": 8}  # quanto groups no row of 128 or less
+GROUPED = TINY | {"hidden_size": 160, "head_dim": 8}  # quanto forms no groups in rows of 128 or less
 
 
 def bitsandbytes(m) -> dict[str, tuple]:
@@ -140,7 +139,7 @@ PACKAGES = {"quanto": "optimum-quanto", "modelopt": "nvidia-modelopt", "autoroun
 
 
 def run(module, maker, folder: Path) -> dict[str, torch.Tensor]:
-    """Makes the checkpoint and returns the dense tensors that its reference would be made of."""
+    """Makes the checkpoint, and returns the dequantized tensors that its reference would use."""
     seen = {}
 
     def take(_folder, dense, _method):
@@ -167,11 +166,11 @@ def compact(value) -> str:
 
 
 def description(folder: Path, module: str, peer: str) -> dict[str, str]:
-    """What the file says beside its tensors: the config, and a peer's own schema of the module."""
+    """Returns the file's metadata: the config, and a peer's own schema of the module."""
     config = json.loads((folder / "config.json").read_text()).get("quantization_config")
     config = (
         {"quant_method": "mlx", **config} if peer == "mlx" else config
-    )  # as hfq reads it where mlx-lm names none
+    )  # hfq assumes this method for mlx-lm, which names none
     found = {"quantization_config": compact(config), "rows": "every fourth"}
     found["peer"] = f"{PACKAGES.get(peer, peer)} {version(PACKAGES.get(peer, peer))}"
     if (folder / "quanto_qmap.json").exists():
@@ -185,7 +184,7 @@ def description(folder: Path, module: str, peer: str) -> dict[str, str]:
 def cut(
     stored: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], prefix: str
 ) -> tuple[dict, torch.Tensor]:
-    """The stored tensors of one module under the name `m`, and its weight as a linear layer's, [out, in]."""
+    """Returns the stored tensors of one module, named `m`, and its weight, [out, in]."""
     tensors = {
         name.replace(prefix, "m", 1): tensor
         for name, tensor in stored.items()
@@ -198,7 +197,7 @@ def cut(
         for name, tensor in tensors.items()
         if name.startswith("m.down_proj") and "bias" not in name
     }
-    return down, dense[f"{prefix}.down_proj"].transpose(1, 2)  # a dense expert is [in, out]
+    return down, dense[f"{prefix}.down_proj"].transpose(1, 2)  # an unquantized expert is [in, out]
 
 
 def write(name: str, peer: str, module, maker, local: str, output: Path) -> None:

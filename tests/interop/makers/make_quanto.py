@@ -1,10 +1,11 @@
-"""optimum-quanto checkpoints in its own format, with quanto_qmap.json next to them. Run: python make_quanto.py
-OUTPUT
+"""Maker of optimum-quanto checkpoints in its own format, with quanto_qmap.json next to them.
 
-The reference comes from quanto's own tensor classes, read from the file, and their own `dequantize`, with
-scales and shifts turned to float32 first: quanto computes in their dtype. Its load of a whole model would
-repack 4-bit weights for a kernel, and its forward pass is left out: torch's int8 kernel under it crashes on
-some CPUs.
+    python make_quanto.py OUTPUT
+
+For the reference, quanto's own tensor classes read the file, and their `dequantize` is called. Scales and
+shifts are converted to float32 first, because quanto computes in their dtype. quanto does not load the whole
+model, since that would repack 4-bit weights for a kernel. Its forward pass is not run, because PyTorch's
+int8 kernel crashes on some CPUs.
 """
 
 import torch
@@ -33,7 +34,7 @@ PARTS = (
 
 
 def load_weight(tensors: dict[str, torch.Tensor], name: str, module: QModuleMixin) -> QTensor:
-    """The weight of a module as quanto reads it, before it is repacked for a kernel."""
+    """Returns a module's weight as quanto reads it, before it is repacked for a kernel."""
     options = {"prefix": f"{name}.weight.", "qtype": module.weight_qtype, "axis": 0, "missing_keys": []}
     options |= {"size": module.weight.size(), "stride": module.weight.stride()}
     if module.weight_qtype in (qint2, qint4):
@@ -44,7 +45,7 @@ def load_weight(tensors: dict[str, torch.Tensor], name: str, module: QModuleMixi
 
 
 def dequantize(weight: QTensor) -> torch.Tensor:
-    """In float32, by quanto."""
+    """Returns the weight in float32, dequantized by quanto."""
     weight._scale = weight._scale.float()
     if isinstance(weight, WeightQBitsTensor) and weight._shift.is_floating_point():
         weight._shift = weight._shift.float()
@@ -52,7 +53,7 @@ def dequantize(weight: QTensor) -> torch.Tensor:
 
 
 def unquantized_tensors(folder) -> dict[str, torch.Tensor]:
-    """What the checkpoint holds, packed weights dequantized, the parts of quanto left out."""
+    """Returns all tensors with dequantized weights, without quanto's own parts."""
     model, tensors = QuantizedModelForCausalLM.from_pretrained(folder)._wrapped, stored(folder)
     packed = {name: module for name, module in model.named_modules() if isinstance(module, QModuleMixin)}
     assert packed
@@ -81,7 +82,7 @@ ODD = {
     "hidden_size": 160,
     "intermediate_size": 416,
     "head_dim": 40,
-}  # quanto then takes groups of 32 and 64, and whole rows
+}  # quanto then uses groups of 32 and 64, and whole rows
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MAKERS = {
     "qint8": make(qint8),

@@ -1,8 +1,9 @@
-"""torchao checkpoints, quantized and saved through transformers on the CPU. Run: python make_torchao.py
-OUTPUT
+"""Maker of torchao checkpoints, quantized and saved through transformers on the CPU.
 
-The schema of each weight lies in the file's metadata. The weights are rebuilt and dequantized by torchao
-itself, with float32 for the dtype in that schema: torchao then computes (q - zero) * scale in float32.
+    python make_torchao.py OUTPUT
+
+The file's metadata holds the schema of each weight. torchao itself rebuilds and dequantizes the weights. The
+dtype in the schema is replaced by float32, so that torchao computes (q - zero) * scale in float32.
 """
 
 import json
@@ -50,7 +51,9 @@ def dequantize(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> di
     wide = {name: DTYPE.sub(r'\1"float32"', text) for name, text in metadata.items()}
     rebuilt, dense_experts = unflatten_tensor_state_dict(tensors, wide | {"tensor_names": json.dumps(names)})
     assert not any("._weight_" in name for name in dense_experts), "a part without its weight"
-    rebuilt |= dense_experts  # the schema has the names in memory: fused experts, which are never packed
+    rebuilt |= (
+        dense_experts  # the schema uses the names in memory, such as fused experts, which are never quantized
+    )
     dense = {
         name: tensor.dequantize() if hasattr(tensor, "qdata") else tensor for name, tensor in rebuilt.items()
     }
@@ -59,7 +62,7 @@ def dequantize(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> di
 
 
 def probe(quant_type) -> None:
-    """Raises torchao's own error if it cannot quantize here. transformers would hide it in a report."""
+    """Raises torchao's error if it cannot quantize here, which transformers hides in a report."""
     if not isinstance(quant_type, FqnToConfig):
         quantize_(torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16)), quant_type)
 
@@ -90,7 +93,10 @@ def intx(bits: int, group: int | None = None, **options):
 
 
 def embeddings(config):
-    """Both embeddings too: a plain config reaches the output embedding only, so the input's is named."""
+    """Returns a config for both embeddings.
+
+    A plain config covers only the output embedding, so the input embedding is named.
+    """
     return FqnToConfig({"model.embed_tokens": config, "lm_head": config, "_default": intx(4, 32)})
 
 

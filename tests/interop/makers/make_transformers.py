@@ -1,10 +1,11 @@
-"""Checkpoints in the formats of transformers itself: fine-grained FP8 and gpt-oss' MXFP4. Run: python
-make_transformers.py OUTPUT
+"""Maker of checkpoints in the formats of transformers: fine-grained FP8, and MXFP4 of gpt-oss.
 
-The FP8 weights come out of transformers' own quantize op. A matrix that does not tile is padded with zeros
-first and cut afterwards, which is the ceil grid of the original files; the op is also what dequantizes, into
-float32. MXFP4 has no writer outside a GPU, so its blocks are encoded here after the OCP specification and
-read back by transformers' own code.
+    python make_transformers.py OUTPUT
+
+The operators of transformers quantize FP8 weights, and dequantize them to float32. A matrix that blocks do
+not divide is padded with zeros first, and the result is trimmed. This yields the ceil grid of the original
+files. MXFP4 has no writer without a GPU. Its blocks are therefore encoded here, following the OCP
+specification, and the code of transformers reads them.
 """
 
 import re
@@ -24,7 +25,7 @@ BIG = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
 def quantize_blocks(weight: torch.Tensor, config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, scales, float32 weight), each by transformers' own op over the zero-padded matrix."""
+    """Returns (codes, scales, float32 weight) from transformers' operator on the padded matrix."""
     quantizer = SimpleNamespace(quantization_config=config)
     (rows, columns), (height, width) = weight.shape, config.weight_block_size or weight.shape
     padded = pad(weight, (0, -columns % width, 0, -rows % height))
@@ -45,7 +46,7 @@ def fp8(
     block: tuple | None = BLOCK,
     **sizes,
 ):
-    """`as_bytes` stores ue8m0 scales as U8."""
+    """Returns a maker of FP8 checkpoints. `as_bytes` stores ue8m0 scales as U8."""
 
     def make(folder):
         model = build(kind, **{**BIG, **sizes})
@@ -72,7 +73,11 @@ def fp8(
 
 
 def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[E, rows, K] to blocks U8 [E, rows, K/32, 16], low nibble first, and exponents U8 [E, rows, K/32]."""
+    """Encodes a weight [E, rows, K] as MXFP4.
+
+    Returns:
+        Blocks, U8 [E, rows, K/32, 16], low nibble first, and exponents, U8 [E, rows, K/32].
+    """
     groups = weight.float().unflatten(-1, (-1, 32))
     exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=2.0**-120))) - 2
     scaled = groups / torch.exp2(exponent)[..., None]
@@ -87,7 +92,7 @@ def mxfp4(folder, **sizes):
     packed, dense = {}, {}
     for name, tensor in stored(folder).items():
         if re.search(r"experts\.(gate_up|down)_proj$", name):
-            blocks, scales = encode_mxfp4(tensor.transpose(1, 2))  # a dense expert is [in, out]
+            blocks, scales = encode_mxfp4(tensor.transpose(1, 2))  # an unquantized expert is [in, out]
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             assert dense[name].shape == tensor.shape

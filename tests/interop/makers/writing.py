@@ -1,9 +1,8 @@
-"""Shared code of the makers: tiny models with random weights, and the reference logits next to a
-checkpoint.
+"""Shared code of the makers: tiny models with random weights, and reference logits.
 
-A reference is the output of a plain transformers model in float32 whose weights are the exactly dequantized
-ones. Its tensors come under the names of a dense checkpoint on disk, so a mixture of experts is given expert
-by expert, as the hub holds it.
+A reference holds the logits of a plain transformers model in float32 with the exactly dequantized weights.
+Its tensors have the names of an unquantized checkpoint on disk. A mixture of experts therefore lists each
+expert, as checkpoints on the Hub do.
 """
 
 import argparse
@@ -82,7 +81,7 @@ def build(kind: str = "llama", **overrides) -> torch.nn.Module:
     config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN.get(kind, {}), **overrides})
     config.dtype = torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.config.architectures = [type(model).__name__]  # a model that was never loaded has none
+    model.config.architectures = [type(model).__name__]  # models that were not loaded have none
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -154,7 +153,7 @@ def dense_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor
     assert all(p.dtype == torch.float32 for p in model.parameters())
     found = logits(model)
     model.set_attn_implementation("eager")
-    # a router near a tie would choose by the order of sums: no reference for others
+    # Near a tie, a router's choice depends on the order of sums, so the logits are no reference.
     assert (logits(model) - found).norm() <= 1e-5 * found.norm()
     return found
 
@@ -181,7 +180,7 @@ def run_all(peer: str, makers: dict[str, Callable[[Path], object]]) -> None:
     """Makes each requested checkpoint. Failures are printed and skipped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--only", help="a part of the names wanted")
+    parser.add_argument("--only", help="part of the names of the checkpoints to make")
     options = parser.parse_args()
     for variant, make in makers.items():
         name = f"{peer}-{variant}"
