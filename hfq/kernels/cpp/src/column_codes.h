@@ -81,7 +81,7 @@ static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t c
 struct Zeros {
     const int bits;  // bits per zero point
     vu added;        // offset added to whole words
-    vu shifts;       // shift of each lane's word in bits
+    vu shifts;       // shift of each element's word in bits
     vu mask;         // mask of a zero point
     vu more;         // offset added to a zero point
     vu kept;         // mask of a zero point after the offset
@@ -170,7 +170,7 @@ struct Words {
     }
 };
 
-// Unpacks CHUNK codes of W columns, or four codes of 8 * W columns of AWQ. A lane has four codes of a column.
+// Unpacks CHUNK codes of W columns, or four codes of 8 * W columns of AWQ. An element has four codes of a column.
 template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pitch, vb *out) {
     if constexpr (BITS == 0) {
         vu row[4];

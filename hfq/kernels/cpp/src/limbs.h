@@ -61,7 +61,7 @@ static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, 
 }
 
 // Position of code k of a column among 32 that are unpacked together: the vector, of eight, and the byte. A
-// lane has four codes.
+// element has four codes.
 static HFQ_INLINE int vector_of(const Layer &layer, int k) {
     if (layer.kind == AWQ || layer.bits == 8) return k / 4;
     return layer.bits == 4 ? k / 8 * 2 + k % 2 : layer.bits == 2 ? k / 16 * 4 + k % 4 : k % 8;

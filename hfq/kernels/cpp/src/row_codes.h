@@ -25,7 +25,7 @@ static HFQ_INLINE vf look_up(vu codes, const float *values) {
 static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
     vu words = (vu){} + load32(p), shifts;
     for (int i = 0; i < W; i++) shifts[i] = (uint32_t)(i % 8 * 4);
-#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)  // compilers set the lanes one by one, which is slow
+#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)  // compilers set the elements one by one, which is slow
     const __m512i second = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     words = (vu)_mm512_permutexvar_epi32(second, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)p)));
 #elif HFQ_ISA == 2
@@ -34,7 +34,7 @@ static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int firs
     return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
 }
 
-// Decodes eight codes at one place of eight 16-bit words. With 16 lanes, also the codes at the next place.
+// Decodes eight codes at one place of eight 16-bit words. With 16 elements, also the codes at the next place.
 static HFQ_INLINE vf decode_quads(const char *p, int place) {
     vu words;
 #if HFQ_ISA == 2 && !defined(HFQ_EMULATE)

@@ -70,7 +70,7 @@ struct IntegerCodes {
     bool has_table;      // true: codes are looked up in `table`
     bool has_shifts;     // true: rows have zero points
     vb table;            // unsigned integer of each code, repeated in each 128 bits
-    vi places;           // group of each lane, among the groups of 8 * W codes
+    vi places;           // group of each element, among the groups of 8 * W codes
     explicit HFQ_INLINE IntegerCodes(const Layer &from) : layer(from) {
         padded = up(layer.in_features, SPAN), group_size = least(layer.block_in, padded);
         groups = (layer.in_features + group_size - 1) / group_size, step = 8 * W / group_size;
@@ -94,7 +94,7 @@ struct IntegerRow {
         __builtin_memset(scratch + of.groups, 0, 4 * W);
         if (of.has_shifts) row_shifts(of.layer, n, of.groups, (uint32_t *)found);
     }
-    // Reads 8 * W codes from a group on, and returns the scale of each lane. The codes have up to eight
+    // Reads 8 * W codes from a group on, and returns the scale of each element. The codes have up to eight
     // groups.
     template <bool TABLE, bool SHIFTS>
     HFQ_INLINE vf take(const IntegerCodes &of, const char *at, int64_t group, vb &first, vb &second) const {

@@ -2,7 +2,7 @@
 // its instruction sets. The order of limbs, scales, and sums is the same, so that results are bit-identical
 // to those of AVX-512 without VNNI.
 //
-// One instruction adds the products of four unsigned codes and four signed limbs to a lane of int32, so that
+// One instruction adds the products of four unsigned codes and four signed limbs to an int32 element, so that
 // a limb's sums stay in a register.
 
 #if !defined(HFQ_EMULATE)

@@ -53,8 +53,8 @@ struct Unpacked {
 
 // Access to zero points and scales of columns of 2, 4, or 8 bits, from column n or any number of words later.
 template <int BITS> struct Reading {
-    vi places;        // word of each lane's zero point, from the first
-    vu shifts;        // shift of each lane's word in bits
+    vi places;        // word of each element's zero point, from the first
+    vu shifts;        // shift of each element's word in bits
     vu added;         // offset added to whole words
     vu more;          // offset added to a zero point
     vu kept;          // mask of a zero point after the offset
