@@ -261,7 +261,7 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
             "tensor: model.layers.1.mlp.up_proj; expected: {}, as on rank 0; found: {'zero_reading': "
             "'stored'}",
         ),
-        ("fused rule", "found: tp_plan's 'packed_colwise' for a packed QuantizedLinear"),
+        ("fused rule", "found: tp_plan's 'packed_colwise' for a quantized QuantizedLinear"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(case, error, results):
@@ -310,6 +310,6 @@ def test_the_example_generates_on_two_ranks(results, folder):
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if "_proj." in name)
     printed = [(folder / f"example{rank}.txt").read_text().splitlines() for rank in (0, 1)]
     assert [lines[0] for lines in printed] == [
-        f"rank {rank} of 2: {held:,} of {stored:,} packed bytes" for rank in (0, 1)
+        f"rank {rank} of 2: {held:,} of {stored:,} quantized bytes" for rank in (0, 1)
     ]
     assert printed[0][1].startswith("The return value is")
