@@ -93,7 +93,7 @@ def test_what_cannot_be_planned_is_an_error_with_a_way_out(arguments, said):
 
 def test_a_dialect_whose_headers_tell_no_sizes_asks_for_the_number(tmp_path):
     case = next(case for case in CASES if case.id == "bitsandbytes-nf4")
-    folder = tiny_models.write_model(tmp_path / "m", tiny_models.onloaded_tensors(case.format), case.config)
+    folder = tiny_models.write_model(tmp_path / "m", tiny_models.model_tensors(case.format), case.config)
     assert report(folder, "--zero-stage", "3", "--optimizer", "none")["model"]["quantized_modules"] == 14
     done = run(folder, "--zero-stage", "3", "--lora-rank", "8")
     assert "--trainable" in done.exception.fix

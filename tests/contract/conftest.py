@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tensors(case):
-    return tiny_models.onloaded_tensors(case.format)
+    return tiny_models.model_tensors(case.format)
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ TENSORS = {
 
 
 def write(folder, case):
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     if case.id.startswith("pack-quantized"):  # llmcompressor stores such scales, and GPTQ can hold them
         tensors = {name: t.bfloat16() if name.endswith(".weight_scale") else t for name, t in tensors.items()}
     return tiny_models.write_model(folder, tensors, case.config)

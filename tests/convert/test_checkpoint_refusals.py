@@ -29,7 +29,7 @@ def write(folder, name, **changed):
     `changed` maps the local name of a tensor in the first layer to a function that changes it.
     """
     case = ROWS[name]
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     for local, change in changed.items():
         tensors[f"{FIRST}.{local}"] = change(tensors[f"{FIRST}.{local}"])
     return tiny_models.write_model(folder, tensors, case.config)
@@ -83,7 +83,7 @@ def test_a_zero_point_that_wraps_in_v1_is_kept_by_others(tmp_path):
 
 def test_a_zero_point_of_16_of_autogptq_is_refused(tmp_path):
     case = ROWS["gptq-autogptq-w4"]
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     tensors[f"{FIRST}.qzeros"] = tensors[f"{FIRST}.qzeros"] | 0xF
     config = {**case.config, "sym": False, "meta": {"quantizer": ["autogptq:0.7"]}}
     path = tiny_models.write_model(tmp_path / "source", tensors, config)
@@ -114,7 +114,7 @@ def test_activation_order_is_refused_for_compressed_tensors(tmp_path):
 
 def test_a_quantized_cache_is_refused(tmp_path):
     case = ROWS["fp8-block"]
-    tensors = tiny_models.onloaded_tensors(case.format) | {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    tensors = tiny_models.model_tensors(case.format) | {"model.layers.0.self_attn.k_scale": torch.ones(1)}
     path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
     with refused("a quantized KV cache", kind=FormatError, tensor="model.layers.0.self_attn.k_scale"):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
@@ -123,9 +123,7 @@ def test_a_quantized_cache_is_refused(tmp_path):
 def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
     case = ROWS["fp8-block"]
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = tiny_models.onloaded_tensors(case.format) | {
-        experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)
-    }
+    tensors = tiny_models.model_tensors(case.format) | {experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)}
     path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
     with refused("the codes of a quantized layer", kind=FormatError, tensor=experts):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
@@ -133,7 +131,7 @@ def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
 
 def test_layers_that_differ_are_refused_where_one_setting_is_all_there_is(tmp_path):
     case = ROWS["fp8-autofp8-static"]
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     del tensors[f"{FIRST}.input_scale"]
     path = tiny_models.write_model(
         tmp_path / "source", tensors, {**case.config, "activation_scheme": "dynamic"}

@@ -52,7 +52,7 @@ EQUAL = (
 
 def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
     """Writes a tiny Llama, with tensors edited by `change` and config values from `options`."""
-    tensors = tiny_models.onloaded_tensors(weight_format)
+    tensors = tiny_models.model_tensors(weight_format)
     if change is not None:
         change(tensors)
     tiny_models.write_model(folder, tensors, config)

@@ -76,9 +76,9 @@ def write(tmp_path_factory):
         config = {**case.config, **(more or {})}
         return tiny_models.write_model(
             tmp_path_factory.mktemp(name),
-            tiny_models.onloaded_tensors(case.format),
+            tiny_models.model_tensors(case.format),
             config,
-            tiny_models.schemas(tiny_models.onloaded_tensors(case.format), case.schema),
+            tiny_models.schemas(tiny_models.model_tensors(case.format), case.schema),
             case.kind,
         )
 

@@ -22,7 +22,7 @@ CONFIG = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "gr
 
 def written(tmp_path, change=lambda tensors: None, **config):
     weight_format = Gptq(4, 32, True, "stored", g_idx_length=128)
-    tensors = tiny_models.onloaded_tensors(weight_format)
+    tensors = tiny_models.model_tensors(weight_format)
     change(tensors)
     return tiny_models.write_model(tmp_path, tensors, {**CONFIG, **config})
 

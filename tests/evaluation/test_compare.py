@@ -27,7 +27,7 @@ def made(tmp_path_factory):
     """Checkpoints of one random model: GPTQ v1, v2 with equal values, FP8, and unquantized v1 values."""
     folder = tmp_path_factory.mktemp("made")
     v1 = ROWS["gptq-v1-w4-asym"]
-    tensors = tiny_models.onloaded_tensors(v1.format)
+    tensors = tiny_models.model_tensors(v1.format)
     paths = {"v1": write(folder / "v1", tensors, v1.config)}
     other = dict(tensors)
     for name in tensors:
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
             other[name] = tensors[name] + 0x11111111
     paths["v2"] = write(folder / "v2", other, v1.config | {"checkpoint_format": "gptq_v2"})
     fp8 = ROWS["fp8-block"]
-    paths["fp8"] = write(folder / "fp8", tiny_models.onloaded_tensors(fp8.format), fp8.config)
+    paths["fp8"] = write(folder / "fp8", tiny_models.model_tensors(fp8.format), fp8.config)
     model = AutoModelForCausalLM.from_pretrained(
         paths["v1"], quantization_config=HfqConfig(), dtype=torch.float32
     )

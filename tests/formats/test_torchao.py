@@ -127,7 +127,7 @@ def test_a_module_that_the_metadata_leaves_out_is_refused(metadata):
 def test_a_model_whose_file_lost_its_metadata_is_refused_before_anything_is_loaded(tmp_path):
     weight_format = Torchao(scale_shape=(2, 1))
     path = tiny_models.write_model(
-        tmp_path, tiny_models.onloaded_tensors(weight_format), CONFIG | {"quant_type": {"default": {}}}
+        tmp_path, tiny_models.model_tensors(weight_format), CONFIG | {"quant_type": {"default": {}}}
     )
     with pytest.raises(
         FormatError,

@@ -27,7 +27,7 @@ def converted(path, folder, *targets):
 
 def made(folder, name):
     case = ROWS[name]
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     scales = {key: tensor.bfloat16() for key, tensor in tensors.items() if key.endswith("weight_scale")}
     return tiny_models.write_model(folder, tensors | scales, case.config)
 

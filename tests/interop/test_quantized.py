@@ -100,9 +100,7 @@ def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):
 
 
 def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
-    source = tiny_models.write_model(
-        tmp_path / "floats", tiny_models.onloaded_tensors(FORMATS["dense"]()), None
-    )
+    source = tiny_models.write_model(tmp_path / "floats", tiny_models.model_tensors(FORMATS["dense"]()), None)
     recipe = Recipe("fp8")
     hfq.quantize(source, recipe, output_dir=tmp_path / "it", modules_to_not_convert=["gate_proj"])
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.float32)

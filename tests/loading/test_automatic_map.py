@@ -35,7 +35,7 @@ def resident(path):
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     return tiny_models.write_model(
-        tmp_path_factory.mktemp("untied"), tiny_models.onloaded_tensors(Fp8()), {"quant_method": "fbgemm_fp8"}
+        tmp_path_factory.mktemp("untied"), tiny_models.model_tensors(Fp8()), {"quant_method": "fbgemm_fp8"}
     )
 
 

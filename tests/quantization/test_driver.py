@@ -113,9 +113,7 @@ def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
 
 
 def test_fp8_of_other_sizes_is_written_by_channel(tmp_path):
-    source = tiny_models.write_model(
-        tmp_path / "floats", tiny_models.onloaded_tensors(FORMATS["dense"]()), None
-    )
+    source = tiny_models.write_model(tmp_path / "floats", tiny_models.model_tensors(FORMATS["dense"]()), None)
     hfq.quantize(source, Recipe("fp8"), output_dir=tmp_path / "fp8")
     checkpoint = Checkpoint.open(tmp_path / "fp8")
     config = source_config(checkpoint)

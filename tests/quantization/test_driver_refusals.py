@@ -30,7 +30,7 @@ def refused(error, named, target, *arguments, **options):
 
 def made(folder, change=lambda tensors: None):
     """A modified random float model."""
-    tensors = tiny_models.onloaded_tensors(FORMATS["dense"]())
+    tensors = tiny_models.model_tensors(FORMATS["dense"]())
     change(tensors)
     return tiny_models.write_model(folder, tensors, None)
 

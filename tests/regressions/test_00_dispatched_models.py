@@ -41,7 +41,7 @@ DOORS = [offload_to_cpu, offload_to_disk, dispatch, set_every_tensor]
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IDS], ids=lambda case: case.id)
 def test_a_dispatched_model_is_bit_identical_or_raises_an_error(case, door, tmp_path):
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     tiny_models.write_model(tmp_path / "model", tensors, case.config)
     model = load(tmp_path / "model")
     found = None
@@ -56,7 +56,7 @@ def test_a_dispatched_model_is_bit_identical_or_raises_an_error(case, door, tmp_
 
 def test_the_error_names_the_tensor_and_its_dtypes(tmp_path):
     case = next(case for case in CASES if case.id == "fp8-block")
-    tiny_models.write_model(tmp_path, tiny_models.onloaded_tensors(case.format), case.config)
+    tiny_models.write_model(tmp_path, tiny_models.model_tensors(case.format), case.config)
     model = load(tmp_path)
     accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(PlacementError, match="was replaced after the model was loaded") as caught:

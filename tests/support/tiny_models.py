@@ -51,7 +51,7 @@ def size_of(module: str) -> tuple[int, int]:
     return next(size for local, size in _PROJECTIONS.items() if module.endswith(local))
 
 
-def onloaded_tensors(weight_format) -> dict[str, torch.Tensor]:
+def model_tensors(weight_format) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint, each linear layer in a block packed."""
     generator = torch.Generator().manual_seed(7)
 

@@ -44,7 +44,7 @@ def write_format(folder: Path, name: str, is_tied: bool = False, poisoned: str |
     poisoned.
     """
     weight_format, config = FORMATS[name]
-    tensors = tiny_models.onloaded_tensors(weight_format)
+    tensors = tiny_models.model_tensors(weight_format)
     if is_tied:
         del tensors["lm_head.weight"]
     if poisoned is not None:
@@ -70,7 +70,7 @@ def write_own_code(folder: Path, name: str) -> str:
 
 def write_dialect(folder: Path, case: Case) -> str:
     """The tiny Llama of one row of the contract suite."""
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     return str(
         tiny_models.write_model(
             folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind

@@ -123,7 +123,7 @@ def test_a_model_of_another_packages_dialect_loads_from_disk_and_is_saved_back(i
     packed = namespace["Halves"]()
     FORMATS.pop(METHOD)
     path = tiny_models.write_model(
-        tmp_path / "model", tiny_models.onloaded_tensors(packed), {"quant_method": METHOD}
+        tmp_path / "model", tiny_models.model_tensors(packed), {"quant_method": METHOD}
     )
     tokens = torch.tensor([[1, 5, 9]])
     found = {}

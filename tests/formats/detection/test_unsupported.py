@@ -69,7 +69,7 @@ def write(folder, config, tensors):
     """Writes a model of unquantized weights with one quantized layer."""
     dense = {
         name: tensor
-        for name, tensor in tiny_models.onloaded_tensors(DenseWeight()).items()
+        for name, tensor in tiny_models.model_tensors(DenseWeight()).items()
         if tiny_models.FIRST not in name
     }
     stored = {f"{tiny_models.FIRST}.{local}": tensor for local, tensor in tensors.items()}

@@ -173,7 +173,7 @@ FAMILIES = {type(case.format): case for case in CONTRACT}  # one case of each fo
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=lambda case: case.id)
 def test_every_format_carries_adapters(case, tmp_path):
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     path = tiny_models.write_model(
         tmp_path, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind
     )

@@ -17,7 +17,7 @@ LAYER = "layers.0.self_attn.q_proj"
 
 @pytest.fixture(scope="module")
 def tensors():
-    return tiny_models.onloaded_tensors(Fp8(strategy="channel"))
+    return tiny_models.model_tensors(Fp8(strategy="channel"))
 
 
 def load(folder, tensors):
@@ -68,7 +68,7 @@ def test_a_layer_that_predicts_further_tokens_is_left_out_where_the_config_has_i
 
 def test_metadata_of_torchao_may_have_the_names_of_the_model_where_the_file_has_others(tmp_path):
     case = next(case for case in CASES if case.id == "torchao-int8")
-    tensors = tiny_models.onloaded_tensors(case.format)
+    tensors = tiny_models.model_tensors(case.format)
     metadata = tiny_models.schemas(tensors, case.schema)
     renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     found, expected = (

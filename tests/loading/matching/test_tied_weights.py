@@ -20,7 +20,7 @@ def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
 
     Its config.json has `quantization` and no quant_method.
     """
-    tensors = tiny_models.onloaded_tensors(Mlx())
+    tensors = tiny_models.model_tensors(Mlx())
     weight = tensors.pop("model.embed_tokens.weight").float()
     del tensors["lm_head.weight"]
     for number, module in enumerate(stored):

@@ -75,7 +75,7 @@ def private_files():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return tiny_models.write_model(
-        tmp_path_factory.mktemp("floats"), tiny_models.onloaded_tensors(FORMATS["dense"]()), None
+        tmp_path_factory.mktemp("floats"), tiny_models.model_tensors(FORMATS["dense"]()), None
     )
 
 
@@ -275,13 +275,13 @@ def test_what_is_quantized_already_is_refused(name):
 
 
 def test_codes_that_no_config_names_are_refused(tmp_path):
-    tiny_models.write_model(tmp_path, tiny_models.onloaded_tensors(FORMATS["fp8"]()), None)
+    tiny_models.write_model(tmp_path, tiny_models.model_tensors(FORMATS["fp8"]()), None)
     with pytest.raises(FormatError, match=r"contains quantized codes. Nothing was loaded"):
         load(tmp_path, method="rtn", group_size=32)
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path):
-    tensors = tiny_models.onloaded_tensors(FORMATS["dense"]())
+    tensors = tiny_models.model_tensors(FORMATS["dense"]())
     tensors[f"{tiny_models.FIRST}.weight"][3, 5] = float("inf")
     tiny_models.write_model(tmp_path, tensors, None)
     with pytest.raises(SetupError, match=r"(?s)not finite.*layers\.0\.self_attn\.q_proj"):
