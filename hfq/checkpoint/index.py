@@ -83,6 +83,8 @@ class Checkpoint:
         _check_contained(root, index)
         weight_map = weight_map_of(_read_json(index), index)
         files = [root / name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            _check_exists(root, file)
         checkpoint = cls.from_files(files, root=root, limits=limits)
         _check_weight_map(weight_map, checkpoint, index)
         return checkpoint
@@ -271,10 +273,34 @@ def _outside(file: Path, found: str) -> CheckpointError:
     )
 
 
+def _check_exists(root: Path, file: Path) -> None:
+    """Raises an error that names a shard missing from the folder, or whose link in the Hub cache dangles."""
+    _check_contained(root, file)
+    try:
+        file.stat()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"Shard {file.relative_to(root).as_posix()} is missing. Nothing was loaded.",
+            file=file,
+            fix=_how_to_restore(root),
+        ) from error
+    except OSError:
+        pass  # `read_header` reports the reason
+
+
+def _how_to_restore(root: Path) -> str:
+    """Returns the fix for a missing file; in the Hub cache, it names the repository and the commit."""
+    folder = Path(os.path.abspath(root))
+    for snapshot in (folder, *folder.parents):
+        repository = snapshot.parent.parent.name
+        if snapshot.parent.name == "snapshots" and repository.startswith("models--"):
+            name = repository.removeprefix("models--").replace("--", "/")
+            return f"Download it again with hf download {name} --revision {snapshot.name}"
+    return "Copy the file into the folder, or download the checkpoint again with hf download ORG/MODEL."
+
+
 def _check_contained(root: Path, file: Path) -> None:
-    """A shard must resolve to a place inside the folder, or, in the hub cache, inside the repository's
-    blobs.
-    """
+    """Raises an error unless a file resolves to a path in the folder or in the blobs of its Hub cache."""
     resolved = Path(os.path.realpath(file))
     real_root = Path(os.path.realpath(root))
     snapshots = [folder for folder in real_root.parents if folder.name == "snapshots"]

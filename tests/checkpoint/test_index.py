@@ -76,8 +76,21 @@ def test_limits_hold_for_each_header(folder):
 
 def test_a_missing_shard_is_named(sharded):
     os.unlink(sharded / SECOND)
-    with refused("cannot be read", "No such file", file=sharded / SECOND):
+    with refused(f"Shard {SECOND} is missing.", "hf download ORG/MODEL.", file=sharded / SECOND):
         Checkpoint.open(sharded)
+
+
+@pytest.mark.parametrize("dangles", [False, True])
+def test_a_missing_shard_of_the_hub_cache_names_the_repository(tmp_path, dangles):
+    snapshot = tmp_path / "models--org--some-model" / "snapshots" / "abc"
+    write_shards(snapshot, SHARDS)
+    (snapshot / SECOND).unlink()
+    if dangles:
+        (snapshot.parent.parent / "blobs").mkdir()
+        (snapshot / SECOND).symlink_to("../../blobs/f00")
+    command = "Fix: Download it again with hf download org/some-model --revision abc"
+    with refused(f"Shard {SECOND} is missing.", command, file=snapshot / SECOND):
+        Checkpoint.open(snapshot)
 
 
 def test_a_damaged_shard_is_named(sharded):
