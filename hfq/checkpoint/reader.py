@@ -219,13 +219,13 @@ class Reader:
 
 
 def changed(file: str, expected: str, found: str) -> CheckpointError:
-    """The error of a file that is not the one any more whose header was validated."""
+    """Returns the error for a file that differs from the one whose header was validated."""
     return CheckpointError(
-        "A checkpoint file changed after it was validated.",
+        "A checkpoint file changed while the model was using it.",
         file=file,
         expected=expected,
         found=found,
-        fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
+        fix="Restore the file and load the model again.",
     )
 
 

@@ -185,7 +185,7 @@ def test_a_failing_disk_is_a_named_error_and_the_next_read_works(files, file, re
 def test_a_truncated_file_is_a_named_error(files, file, read, kept):
     read(files, file, PAGE, 5000)
     os.truncate(file, kept)
-    with refused("changed after it was validated", file=file):
+    with refused("changed while the model was using it", file=file):
         read(files, file, PAGE, 5000)
 
 
@@ -196,7 +196,7 @@ def test_a_file_truncated_between_two_calls_of_one_read_is_a_named_error(files, 
         return count
 
     faulty(monkeypatch, cut)
-    with refused("changed after it was validated", file=file):
+    with refused("changed while the model was using it", file=file):
         direct(files, file, PAGE, 3 * PAGE)
 
 

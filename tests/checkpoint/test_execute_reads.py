@@ -166,7 +166,7 @@ def test_a_truncated_file_is_an_error(checkpoint, is_open, monkeypatch):
     if is_open:
         reader.descriptor(file)
     os.truncate(file, 100_000)
-    with refused("changed after it was validated", file=file):
+    with refused("changed while the model was using it", file=file):
         read_into_buffer(plan, arena_of(plan), memory(plan), reader, 4)
     assert no_threads()
 
@@ -280,6 +280,6 @@ def test_a_file_truncated_before_it_is_brought_in_is_an_error(checkpoint):
     reader, file = Reader(checkpoint), next(iter(checkpoint.headers))
     reader.descriptor(file)
     os.truncate(file, 100_000)
-    with refused("changed after it was validated", file=file):
+    with refused("changed while the model was using it", file=file):
         fill_page_cache([ByteRange(file, 0, 200_000)], reader)
     assert no_threads()

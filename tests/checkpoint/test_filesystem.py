@@ -121,7 +121,7 @@ def test_an_old_kernel_is_served_by_reading(file, monkeypatch):
 @pytest.mark.parametrize("by_reading", [False, True])
 def test_a_range_beyond_the_end_is_an_error(file, by_reading):
     descriptor, path = file
-    with refused("changed after it was validated", file=path):
+    with refused("changed while the model was using it", file=path):
         populate(descriptor, ByteRange(path, 39 * MIB, 2 * MIB), by_reading)
 
 
@@ -131,7 +131,7 @@ def test_a_file_that_is_cut_after_it_was_measured_is_an_error_and_no_signal(file
     size = os.stat(path)
     os.truncate(path, 8 * MIB)  # after the first half of a window
     monkeypatch.setattr(os, "fstat", lambda _: size)
-    with refused("changed after it was validated", file=path):
+    with refused("changed while the model was using it", file=path):
         populate(descriptor, ByteRange(path, 0, 20 * MIB), by_reading)
 
 

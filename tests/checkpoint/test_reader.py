@@ -104,7 +104,7 @@ def test_runs_of_a_file_that_was_truncated_are_refused(folder, checkpoint):
     source.read_runs(runs, target)
     os.truncate(folder / "model.safetensors", runs.offset + 512 * 7 + 50)
     with refused(
-        "changed after it was validated", f"found: {runs.offset + 512 * 7 + 50} bytes", file=runs.file
+        "changed while the model was using it", f"found: {runs.offset + 512 * 7 + 50} bytes", file=runs.file
     ):
         source.read_runs(runs, target)
 
@@ -130,10 +130,12 @@ def test_a_file_truncated_while_it_is_open_is_refused(folder, checkpoint):
     read(source, info)
     os.truncate(folder / "model.safetensors", info.range.offset + 1000)
     with refused(
-        "changed after it was validated", f"found: {info.range.offset + 1000} bytes", file=info.range.file
+        "changed while the model was using it",
+        f"found: {info.range.offset + 1000} bytes",
+        file=info.range.file,
     ):
         read(source, info)
-    with refused("changed after it was validated", file=info.range.file):
+    with refused("changed while the model was using it", file=info.range.file):
         source.map(info.range.file)
 
 
@@ -143,7 +145,7 @@ def test_a_file_truncated_before_it_is_opened_is_refused(folder, checkpoint):
         lambda: Reader(checkpoint).map(str(folder / "model.safetensors")),
         lambda: read_tiny(checkpoint),
     ):
-        with refused("changed after it was validated", file=folder / "model.safetensors"):
+        with refused("changed while the model was using it", file=folder / "model.safetensors"):
             touch()
 
 
@@ -167,7 +169,9 @@ def overwrite_in_place(path):
 @pytest.mark.parametrize("change", [replace_by_another, overwrite_in_place])
 def test_a_file_changed_between_open_and_first_read_is_refused(folder, checkpoint, change):
     change(folder / "model.safetensors")
-    with refused("changed after it was validated", "(inode, size, mtime)", file=folder / "model.safetensors"):
+    with refused(
+        "changed while the model was using it", "(inode, size, mtime)", file=folder / "model.safetensors"
+    ):
         read_tiny(checkpoint)
     assert str(folder / "model.safetensors") not in open_files()
 

@@ -35,7 +35,7 @@ def test_what_was_given_back_is_an_error_and_no_zeros(reader):
     file = TemporaryFile(reader, LABEL, len(DATA))
     file.finish()
     file.empty()
-    with pytest.raises(CheckpointError, match="changed after it was validated"):
+    with pytest.raises(CheckpointError, match="changed while the model was using it"):
         reader.read_into(ByteRange(LABEL, 0, 10), memoryview(bytearray(10)))
 
 

@@ -97,7 +97,7 @@ def run(request, tmp_path, imported):
 def test_a_truncated_file_ends_in_a_named_error_and_not_in_a_signal(run):
     text = run("truncated_file", returncode=1)
     last = text[text.rindex("hfq.errors.CheckpointError") :]
-    assert "changed after it was validated" in last
+    assert "changed while the model was using it" in last
     assert "model.safetensors" in last
     assert "Fix: " in last
 

@@ -338,7 +338,7 @@ def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, cpu_
         return plan
 
     monkeypatch.setattr(read_weights, "plan_weight_reads", cut)
-    with pytest.raises(CheckpointError, match="changed after it was validated"):
+    with pytest.raises(CheckpointError, match="changed while the model was using it"):
         load(cold, cpu_memory=cpu_memory)
 
 

@@ -195,5 +195,5 @@ def test_a_truncated_file_is_a_named_error_and_nothing_hangs(table, tmp_path, co
     with (tmp_path / "model.safetensors").open("r+b") as stream:
         stream.truncate(500)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="changed after it was validated"):
+        with pytest.raises(CheckpointError, match="changed while the model was using it"):
             module(torch.arange(ROWS - count, ROWS))

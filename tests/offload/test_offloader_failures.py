@@ -121,7 +121,7 @@ def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, fo
     with file.open("r+b") as stream:
         stream.truncate(kept)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="changed after it was validated") as caught:
+        with pytest.raises(CheckpointError, match="changed while the model was using it") as caught:
             stack.model(activations)
         assert caught.value.file == str(file)
         assert stack.is_offloaded()
@@ -137,5 +137,5 @@ def test_a_file_truncated_before_the_backward_is_an_error_there(build, folder):
     loss = stack.model(random(3, SIZE).requires_grad_()).sum()
     with (folder / "model.safetensors").open("r+b") as stream:
         stream.truncate(4096)
-    with pytest.raises(CheckpointError, match="changed after it was validated"):
+    with pytest.raises(CheckpointError, match="changed while the model was using it"):
         loss.backward()

@@ -33,6 +33,6 @@ def test_a_file_that_changes_between_two_passes_is_an_error(change, checksum, di
     with torch.no_grad():
         model(TOKENS)
         change(path / "model.safetensors")
-        with pytest.raises(CheckpointError, match="changed after it was validated") as caught:
+        with pytest.raises(CheckpointError, match="changed while the model was using it") as caught:
             model(TOKENS)
     assert caught.value.file == str(path / "model.safetensors")

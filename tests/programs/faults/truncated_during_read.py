@@ -27,7 +27,7 @@ try:
     logits(model)
     raise SystemExit("no error")
 except CheckpointError as error:
-    assert "changed after it was validated" in str(error), error
+    assert "changed while the model was using it" in str(error), error
 assert cuts and is_offloaded(model)
 with open(FILE, "r+b") as stream:
     stream.write(content)
