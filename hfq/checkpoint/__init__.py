@@ -1,4 +1,7 @@
-"""Bytes on disk: validated headers, tensors as byte ranges, a reader and an atomic writer. Knows no model."""
+"""Safetensors files: validated headers, byte ranges, a reader, and an atomic writer.
+
+Nothing here depends on a model.
+"""
 
 from hfq.checkpoint.header import Header, HeaderLimits, read_header
 from hfq.checkpoint.index import Checkpoint

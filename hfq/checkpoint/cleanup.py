@@ -1,6 +1,4 @@
-"""What killed runs leave behind: files and folders under temporary names, and shared memory that no process
-needs.
-"""
+"""Search for leftovers of killed runs: temporary files and folders, and unused shared memory."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ _LOAD = 'a load with reader_ranks="rank0", or hfq plan'
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that can be removed.
+    """A file or folder that can be removed.
 
     Attributes:
-        path: Where it is.
-        nbytes: What it takes.
-        what: What made it.
+        path: Path of the file or folder.
+        nbytes: Size in bytes.
+        what: The command or action that made it.
     """
 
     path: Path
@@ -40,7 +38,7 @@ class Leftover:
     what: str
 
     def remove(self) -> None:
-        """Removes it; one that is gone meanwhile is no error."""
+        """Removes the file or folder; does nothing if it is already gone."""
         with contextlib.suppress(FileNotFoundError):
             if self.path.is_dir() and not self.path.is_symlink():
                 shutil.rmtree(self.path)
@@ -51,16 +49,14 @@ class Leftover:
 def find_leftovers(
     folders: Iterable[Path], shared: Path = Path("/dev/shm"), least_age: float = _HOUR
 ) -> list[Leftover]:
-    """What was left in these folders, in the folder of temporary files and in shared memory, of this user and
-    not in use.
+    """Returns this user's unused leftovers in folders, the temporary folder, and shared memory.
 
-    Files in use are told by the processes that have them open; what was written to within `least_age` is left
-    alone, too.
+    A file is in use if a process has it open. Files written within the last `least_age` seconds are kept, too.
 
     Args:
-        folders: Checkpoints and their parents; nothing below them is searched.
-        shared: The folder of the node's shared memory.
-        least_age: Seconds since the last write.
+        folders: Checkpoint folders and their parents. Their subfolders are not searched.
+        shared: Folder of the node's shared memory.
+        least_age: Least time since the last write, in seconds.
     """
     in_use, now = set(_open_files()), time.time()
     found = []
@@ -79,8 +75,9 @@ def find_leftovers(
 
 
 def _parts(path: Path, what: str) -> tuple[list[Path], list[Path]]:
-    """The folders that a leftover is, and what is in the last of them: a load nests one that bears the
-    checkpoint's name.
+    """Returns the folders of a leftover, and the entries of the innermost one.
+
+    A load nests a folder with the checkpoint's name in its temporary folder.
     """
     if not path.is_dir():
         return [], [path]
@@ -110,7 +107,7 @@ def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _open_files() -> Iterator[str]:
-    """Every file that a process of this user has open, as far as the system tells."""
+    """Yields the files that processes have open, as far as this user may read /proc."""
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
             for descriptor in folder.iterdir():

@@ -1,6 +1,4 @@
-"""Reads that pass by the page cache, or that touch it without read-ahead: what streaming from disk needs
-beside `Reader`.
-"""
+"""Direct reads, which bypass the page cache, and reads without read-ahead, for offloading to disk."""
 
 from __future__ import annotations
 
@@ -14,19 +12,19 @@ from hfq.tensor_spec import ByteRange
 __all__ = ["DIRECT_ALIGNMENT", "DirectFiles"]
 
 DIRECT_ALIGNMENT = 4096
-"""File offset, length and address of a direct read are multiples of so many bytes (a block of any common
-disk).
+"""Alignment in bytes of a direct read's file offset, length, and address.
+
+It is a multiple of the sector size of all common disks.
 """
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFiles:
-    """A second pair of descriptors for each file of a reader: one for direct reads, one for reads without
-    read-ahead.
+    """Two more descriptors for each file of a reader: for direct reads, and for reads without read-ahead.
 
-    They are opened from the reader's own descriptor, so that they mean the file that was validated even when
-    its name has been removed or given to another file since.
+    They are opened from the reader's own descriptor. So they refer to the validated file, even if its name
+    was removed or now belongs to another file.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -36,16 +34,16 @@ class DirectFiles:
         self._finalizer = weakref.finalize(self, _close, self._opened)
 
     def supports_direct(self, file: str) -> bool:
-        """Whether the file system of a file takes direct reads."""
+        """Returns True if the file system of a file supports direct reads."""
         return self._descriptor(file, _O_DIRECT) is not None
 
     def read_direct(self, source: ByteRange, target: memoryview) -> None:
-        """Fills `target` from byte `source.offset` on, past the page cache.
+        """Reads from byte `source.offset` into `target`, bypassing the page cache.
 
         Args:
-            source: The bytes that are needed; the offset is a multiple of 4096.
-            target: At an address that is a multiple of 4096, its length a multiple of 4096 that is at least
-                `source.nbytes`: what the file has beyond the range is read along.
+            source: The bytes to read. The offset is a multiple of 4096.
+            target: Memory whose address and length are multiples of 4096, of at least `source.nbytes` bytes.
+                Its end may receive bytes of the file that follow the range.
 
         Raises:
             CheckpointError: The file ends before the range does, or cannot be read.
@@ -56,7 +54,7 @@ class DirectFiles:
             try:
                 count = os.preadv(descriptor, [target[done:]], source.offset + done)
             except OSError:
-                break  # the plain read below says what is wrong, or gets along without direct reads
+                break  # the plain read below succeeds without direct I/O, or raises the error
             if count <= 0:
                 break
             done += count
@@ -66,8 +64,7 @@ class DirectFiles:
             self._reader.read_into(rest, target[done : source.nbytes])
 
     def read_scattered(self, source: ByteRange, target: memoryview) -> None:
-        """Fills `target` with the bytes of `source` and reads no page beyond them; for single rows of large
-        tables.
+        """Reads the bytes of `source` into `target` without read-ahead, for single rows of large matrices.
 
         Raises:
             CheckpointError: The file ends before the range does, or cannot be read.
@@ -84,17 +81,17 @@ class DirectFiles:
             self._reader.read_into(rest, target[done : source.nbytes])
 
     def close(self) -> None:
-        """Closes all descriptors; a later read opens them again."""
+        """Closes all descriptors. A later read opens them again."""
         with self._lock:
             _close(self._opened)
 
     def reset_after_fork(self) -> None:
-        """The child of a fork has none of the threads that held these locks."""
+        """Replaces the locks in the child of a fork, where the threads that held them do not exist."""
         self._lock = threading.Lock()
         self._reader.reset_after_fork()
 
     def _descriptor(self, file: str, flags: int) -> int | None:
-        """The descriptor for these flags, or None where the system gives none."""
+        """Returns the descriptor opened with these flags, or None if the system cannot open it."""
         with self._lock:
             key = file, flags
             if key not in self._opened:
@@ -106,7 +103,7 @@ class DirectFiles:
         try:
             descriptor = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_CLOEXEC | flags)
         except OSError:
-            return None  # no /proc, no permission any more, or a file system without direct reads
+            return None  # no /proc, permission lost, or a file system without direct reads
         if not flags and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return descriptor

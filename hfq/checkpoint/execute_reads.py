@@ -1,6 +1,4 @@
-"""Carries out a read plan: several threads, each request straight into its place, the first error ends
-all.
-"""
+"""Execution of a read plan by several threads, without copies; the first error stops all of them."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from hfq.tensor_spec import ByteRange
 __all__ = ["fill_page_cache", "cold_ranges", "read_all", "read_into_buffer"]
 
 _WHOLE = 0.9
-"""The share of a file from which on reading it in order is worth the system's reading ahead."""
+"""Least fraction of a file to be read for which the system's read-ahead pays off."""
 
 _PIECE = 16 << 20
 
 _COLD = 0.5
-"""A range of which less than this share is in the page cache is called cold."""
+"""A range is cold if a smaller fraction of it is in the page cache."""
 
 Progress = Callable[[int], object]
 
@@ -35,30 +33,28 @@ def read_into_buffer(
     threads: int = 4,
     progress: Progress | None = None,
 ) -> None:
-    """Fills one arena of a plan.
+    """Reads the flat buffers of one read buffer of a plan.
 
-    Where the arena stays, pages that were not cached before are let go behind the reader: the copy takes
-    their place.
+    Unless the buffer is a staging buffer, pages that were not cached before are dropped from the page cache
+    after the read: the buffer replaces them.
 
     Args:
         plan: The plan.
-        buffer: The arena's name.
-        target: Writable bytes of the arena's size or more.
-        reader: Reads the checkpoint.
-        threads: How many requests are under way at once.
-        progress: Called with the bytes of each finished request, by one thread at a time.
+        buffer: Name of the read buffer.
+        target: Writable bytes, at least as many as the read buffer has.
+        reader: Reader of the checkpoint.
+        threads: Number of requests that run concurrently.
+        progress: Called with the bytes of each finished request, by one thread at a time. None: not called.
 
     Raises:
-        CheckpointError: A file changed or cannot be read. All threads have ended then, as they have after an
+        CheckpointError: A file changed or cannot be read. All threads have ended by then, also after an
             interrupt.
     """
     requests, flat = plan.requests[buffer], target.cast("B")
     gap = max(
         (nbytes for request in requests for offset, nbytes in request.targets if offset is None), default=0
     )
-    scratch = memoryview(
-        bytearray(gap)
-    )  # what is read into it is looked at by nobody, so that all threads share it
+    scratch = memoryview(bytearray(gap))  # never read, so all threads share it
     files = {request.source.file for request in requests}
     is_copy = plan.buffers[buffer].kind != "staging"
     drop = {request.source for request in requests if is_copy and _is_cold(reader, request.source) is True}
@@ -75,20 +71,25 @@ def read_into_buffer(
     wanted = plan.bytes_by_file
     for file in files:
         size = reader.identity(file)[1]
-        # reading ahead of a request that is not followed by its neighbour reads up to twice the bytes
+        # read-ahead can double the bytes read if the next request is not adjacent
         _advise(reader, ByteRange(file, 0, 0), "SEQUENTIAL" if wanted[file] >= _WHOLE * size else "RANDOM")
     try:
         _run([partial(read, request) for request in requests], threads, progress)
     finally:
-        for file in files:  # the advice holds for maps of the file, too
+        for file in files:  # the advice also applies to maps of the file
             _advise(reader, ByteRange(file, 0, 0), "NORMAL")
 
 
 def read_all(reader: Reader, jobs: Iterable[tuple[ByteRange, memoryview]], threads: int = 4) -> None:
-    """Reads ranges, each into its own memory (writable bytes of its size), in the order of the files.
+    """Reads byte ranges in file order, each into its own memory.
+
+    Args:
+        reader: Reader of the checkpoint.
+        jobs: Pairs of a range and writable bytes of its size.
+        threads: Number of reads that run concurrently.
 
     Raises:
-        CheckpointError: A file changed or cannot be read. All threads have ended then.
+        CheckpointError: A file changed or cannot be read. All threads have ended by then.
     """
 
     def read(source: ByteRange, target: memoryview) -> int:
@@ -108,7 +109,7 @@ def read_all(reader: Reader, jobs: Iterable[tuple[ByteRange, memoryview]], threa
 
 
 def cold_ranges(ranges: Iterable[ByteRange], reader: Reader) -> list[ByteRange]:
-    """Those parts of the ranges that are mostly not in the page cache, or may not be."""
+    """Returns the parts of ranges that are mostly missing from the page cache, or may be."""
     return coalesce((window for window in _windows(ranges) if _is_cold(reader, window) is not False), 0)
 
 
@@ -119,18 +120,17 @@ def fill_page_cache(
     by_reading: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Brings ranges into the page cache, at the disk's speed, so that who maps them need not wait for each
-    page.
+    """Reads ranges into the page cache at full disk speed, so that maps of them need no page faults.
 
     Args:
         ranges: The ranges.
-        reader: Holds the checkpoint's files.
-        threads: How many windows are under way at once.
+        reader: Reader of the checkpoint.
+        threads: Number of windows that are read concurrently.
         by_reading: See `filesystem.populate`.
-        progress: As for `read_into_buffer`.
+        progress: See `read_into_buffer`.
 
     Raises:
-        CheckpointError: A file was truncated, or the disk fails.
+        CheckpointError: A file was truncated, or cannot be read.
     """
 
     def fill_window(window: ByteRange) -> int:
@@ -161,7 +161,7 @@ def _advise(reader: Reader, source: ByteRange, advice: str) -> None:
 
 
 def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | None) -> None:
-    """Runs tasks that give the bytes they did; whatever ends it, no thread is left behind."""
+    """Runs tasks, each returning its number of bytes; no thread outlives the call, even on errors."""
     pending = iter(tasks)
     lock = threading.Lock()
     errors = list[BaseException]()
@@ -193,12 +193,10 @@ def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | 
         errors.append(error)
         raise
     finally:
-        for worker in (
-            workers
-        ):  # one whose start was interrupted may still come to life: it finds the error, and does nothing
+        for (
+            worker
+        ) in workers:  # a thread whose start was interrupted may still run; it sees the error and returns
             if worker.is_alive():
                 worker.join()
     if errors:
-        raise errors.pop(
-            0
-        )  # an error that the list kept would keep its frames, and so the memory being filled
+        raise errors.pop(0)  # an error left in the list would keep its frames alive, and their buffers
