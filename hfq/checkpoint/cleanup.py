@@ -51,7 +51,8 @@ def find_leftovers(
 ) -> list[Leftover]:
     """Returns this user's unused leftovers in folders, the temporary folder, and shared memory.
 
-    A file is in use if a process has it open. Files written within the last `least_age` seconds are kept, too.
+    A file is in use if a process has it open. Files written within the last `least_age` seconds are skipped,
+    too.
 
     Args:
         folders: Checkpoint folders and their parents. Their subfolders are not searched.

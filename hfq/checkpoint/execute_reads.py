@@ -193,9 +193,7 @@ def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | 
         errors.append(error)
         raise
     finally:
-        for (
-            worker
-        ) in workers:  # a thread whose start was interrupted may still run; it sees the error and returns
+        for worker in workers:  # one whose start was interrupted may still run; it sees the error and ends
             if worker.is_alive():
                 worker.join()
     if errors:

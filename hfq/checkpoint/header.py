@@ -87,7 +87,7 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            "A checkpoint file cannot be read.", file=file, found=found, fix="check the path"
+            "A checkpoint file cannot be read.", file=file, found=found, fix="Check the path."
         ) from error
     return parse_header(raw, file, (status.st_ino, status.st_size, status.st_mtime_ns), limits)
 
@@ -136,7 +136,7 @@ def _damaged(
         tensor=tensor,
         expected=expected,
         found=found,
-        fix="download this file again, or ask its author for an intact one",
+        fix="Download this file again.",
     )
 
 

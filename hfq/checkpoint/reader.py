@@ -1,6 +1,4 @@
-"""Reads byte ranges of a checkpoint's files, by `pread` into the caller's memory or by a shared zero-copy
-map.
-"""
+"""Reader of byte ranges of checkpoint files, with `pread` or through a zero-copy map."""
 
 from __future__ import annotations
 
@@ -26,8 +24,13 @@ _MOST_BUFFERS_A_CALL = 1024  # IOV_MAX of Linux
 
 @dataclass
 class Counters:
-    """What a reader has done so far: bytes and calls of `pread`, files mapped, bytes brought into the page
-    cache.
+    """Counters of a reader.
+
+    Attributes:
+        bytes_read: Bytes read with `pread`.
+        calls: Calls of `pread`.
+        maps: Mapped files.
+        populated: Bytes read into the page cache.
     """
 
     bytes_read: int = 0
@@ -37,11 +40,11 @@ class Counters:
 
 
 class Reader:
-    """One checkpoint's open files.
+    """The open files of one checkpoint.
 
-    A file is opened once and kept open: what was validated is what is read, even when the name is later given
-    to another file. Safe to use from several threads and after a fork, since `pread` has no position to
-    share.
+    A file is opened once and stays open. So reads use the validated file, even if its name later belongs to
+    another file. A reader is safe to use from several threads and after a fork, because `pread` shares no
+    file position.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -64,7 +67,7 @@ class Reader:
             "A model loaded by hfq cannot be pickled.",
             expected="save_pretrained",
             found="pickle or torch.save of the model",
-            fix="save it with save_pretrained, or load it again in the other process",
+            fix="Save it with save_pretrained, or load it again in the other process.",
         )
 
     def read_into(self, source: ByteRange, target: memoryview) -> None:
@@ -76,8 +79,11 @@ class Reader:
         self.read_vectored(source, [target[: source.nbytes]])
 
     def read_vectored(self, source: ByteRange, targets: Sequence[memoryview]) -> None:
-        """Fills several targets (writable bytes, of `source.nbytes` in all) one after another, in as few
-        calls as possible.
+        """Reads a range into several targets in order, in as few calls as possible.
+
+        Args:
+            source: The range.
+            targets: Writable bytes, `source.nbytes` in total.
 
         Raises:
             CheckpointError: The file was truncated or replaced since its header was validated, or the disk
@@ -86,11 +92,11 @@ class Reader:
         descriptor, pending = self.descriptor(source.file), [target for target in targets if target.nbytes]
         if sum(target.nbytes for target in pending) != source.nbytes:
             raise CheckpointError(
-                "A range does not fit the memory it is read into. Nothing was read.",
+                "The size of a byte range differs from the size of its target. Nothing was read.",
                 file=source.file,
                 expected=f"{source.nbytes} bytes",
                 found=f"{sum(target.nbytes for target in pending)} bytes",
-                fix="this is a fault in hfq: report it",
+                fix="Report this error: it is a bug in hfq.",
             )
         offset, calls = source.offset, 0
         while pending:
@@ -106,8 +112,11 @@ class Reader:
         self.count(bytes_read=source.nbytes, calls=calls)
 
     def read_runs(self, source: ByteRuns, target: memoryview) -> None:
-        """Fills `target` (writable, of as many bytes as all runs) with one run after another, and reads
-        nothing between them.
+        """Reads runs one after another into `target`, without the bytes between them.
+
+        Args:
+            source: The runs.
+            target: Writable bytes, as many as all runs have.
 
         Raises:
             CheckpointError: The file was truncated or replaced since its header was validated, or the disk
@@ -132,33 +141,31 @@ class Reader:
         self.count(bytes_read=source.count * source.nbytes, calls=source.count)
 
     def count(self, **added: int) -> None:
-        """Adds to the counters, from whatever thread."""
+        """Adds to the counters. Any thread may call it."""
         with self._lock:
             for name, value in added.items():
                 setattr(self.counters, name, getattr(self.counters, name) + value)
 
     def reset_after_fork(self) -> None:
-        """The child of a fork has none of the threads that held the lock."""
+        """Replaces the lock in the child of a fork, where the thread that held it does not exist."""
         self._lock = threading.Lock()
 
     def identity(self, file: str) -> tuple[int, int, int]:
-        """(inode, size, mtime in ns) of a file when its header was validated."""
+        """Returns (inode, size in bytes, mtime in ns) of a file at the time its header was validated."""
         return self._headers[file].identity
 
     def adopt(self, header: Header, descriptor: int) -> None:
-        """Takes over a file that has no name, by the descriptor it is open under; the reader closes it."""
+        """Adds an unnamed file by its open descriptor. The reader closes the descriptor."""
         with self._lock:
             self._headers[header.file], self._descriptors[header.file] = header, descriptor
 
     def identify(self, header: Header) -> None:
-        """Takes a file that it holds as it is now, once nothing more is written to it."""
+        """Replaces the header of a file after the last write to it."""
         with self._lock:
             self._headers[header.file] = header
 
     def map(self, file: str) -> mmap.mmap:
-        """A private copy-on-write map of a whole file: pages are shared with every process, and never written
-        back.
-        """
+        """Returns a private copy-on-write map of a file, whose unmodified pages all processes share."""
         descriptor = self.descriptor(file)
         with self._lock:
             if file not in self._maps:
@@ -169,7 +176,7 @@ class Reader:
             return self._maps[file]
 
     def descriptor(self, file: str) -> int:
-        """The open file, which stays open as long as the reader lives.
+        """Returns the descriptor of a file, which stays open as long as the reader exists.
 
         Raises:
             CheckpointError: The file is gone, another one than was validated, or has a header and no weights.
@@ -205,7 +212,7 @@ class Reader:
                 "A checkpoint file cannot be opened any more.",
                 file=file,
                 found=error.strerror,
-                fix="restore the file",
+                fix="Restore the file and load the model again.",
             ) from error
 
     def _check_identity(self, file: str, descriptor: int) -> int:
@@ -230,18 +237,18 @@ def changed(file: str, expected: str, found: str) -> CheckpointError:
 
 
 def unreadable(source: ByteRange, error: OSError) -> CheckpointError:
-    """The error of a disk or a mount that does not give a range."""
+    """Returns the error for a range that the disk or mount cannot read."""
     return CheckpointError(
         "A checkpoint file cannot be read any more.",
         file=source.file,
         found=error.strerror,
         expected=f"{source.nbytes} bytes from byte {source.offset}",
-        fix="check the disk or the mount",
+        fix="Check the disk or the mount.",
     )
 
 
 def _window(pending: Sequence[memoryview]) -> list[memoryview]:
-    """As many of the targets as one call may fill; the last may be cut."""
+    """Returns the targets that one call may fill. The last one may be cut."""
     window, room = [], _MOST_BYTES_A_CALL
     for target in pending[:_MOST_BUFFERS_A_CALL]:
         window.append(target[:room])
@@ -252,7 +259,7 @@ def _window(pending: Sequence[memoryview]) -> list[memoryview]:
 
 
 def _without(pending: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What remains of the targets after their first `count` bytes were filled."""
+    """Returns the rest of the targets after their first `count` bytes."""
     for index, target in enumerate(pending):
         if count < target.nbytes:
             return [target[count:], *pending[index + 1 :]]

@@ -1,6 +1,4 @@
-"""Files without a name, in memory or on disk: they are gone with the reader that holds them, however its
-process ends.
-"""
+"""Unnamed files in memory or on disk, which the system removes when their reader or process ends."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ _WITHOUT_NAME = getattr(os, "O_TMPFILE", 0)
 
 
 class TemporaryFile:
-    """A file that is written once and then read as a checkpoint's own.
+    """An unnamed file that is written once and then read like a file of the checkpoint.
 
     Args:
-        reader: Reads it from `finish` on, and closes it.
-        label: What it is called in byte ranges and in messages.
-        nbytes: Its size.
-        folder: The folder on whose disk it lies, made where it is absent; None for memory.
+        reader: Reader that reads the file after `finish`, and closes it.
+        label: Name of the file in byte ranges and in messages.
+        nbytes: Size in bytes.
+        folder: Folder on whose disk the file is stored, created if it is absent. None: stored in memory.
 
     Raises:
         CheckpointError: The folder cannot be written, or its disk has too little room.
@@ -55,11 +53,11 @@ class TemporaryFile:
             raise self._failed(error.strerror) from error
 
     def finish(self) -> None:
-        """Ends the writing: from now on the reader takes it as it is."""
+        """Ends writing and records the identity of the file for the reader."""
         self._reader.identify(self._header())
 
     def empty(self) -> None:
-        """Gives its bytes back, where all of them have been taken elsewhere; a later read is an error."""
+        """Frees the bytes of the file. A later read raises an error."""
         os.ftruncate(self._descriptor, 0)
 
     def _header(self) -> Header:
@@ -68,11 +66,11 @@ class TemporaryFile:
 
     def _failed(self, why: str | None) -> CheckpointError:
         return CheckpointError(
-            "Packed layers could not be written. Nothing was loaded.",
+            "Quantized layers could not be written. Nothing was loaded.",
             file=self.label,
-            expected=f"{self.nbytes:,} bytes of room",
+            expected=f"{self.nbytes:,} bytes of free space",
             found=why,
-            fix="free space, or choose another offload_folder",
+            fix="Free space, or choose another offload_folder.",
         )
 
 
@@ -87,15 +85,15 @@ def _on_disk(folder: str, nbytes: int) -> int:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise CheckpointError(
-            "The disk has too little room for the layers that are packed while loading. Nothing was loaded.",
+            "The disk has too little free space to quantize this model on load. Nothing was loaded.",
             file=folder,
             expected=f"{nbytes:,} bytes",
             found=f"{free:,} bytes free",
-            fix="free space, or choose another offload_folder",
+            fix="Free space, or choose another offload_folder.",
         )
     descriptor = _open_without_name(folder)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # takes the room before anything is packed
+        os.posix_fallocate(descriptor, 0, nbytes)  # reserves the space before any layer is quantized
     except BaseException:
         os.close(descriptor)
         raise
@@ -103,12 +101,12 @@ def _on_disk(folder: str, nbytes: int) -> int:
 
 
 def _open_without_name(folder: str) -> int:
-    """A file that no other process can open, and that the system removes when it is closed."""
+    """Opens a file without a name, which the system removes when it is closed."""
     if _WITHOUT_NAME:
         try:
             return os.open(folder, _WITHOUT_NAME | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError:
-            pass  # a file system without such files: a name is given and taken away
+            pass  # the file system does not support O_TMPFILE: create a named file and unlink it
     descriptor, name = tempfile.mkstemp(prefix=".hfq-packed-", dir=folder)
     os.unlink(name)
     return descriptor
