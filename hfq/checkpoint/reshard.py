@@ -1,10 +1,9 @@
-"""Copies a checkpoint so that each block of the model is one contiguous range of one file, which one direct
-read can bring.
+"""Copy of a checkpoint in which each decoder layer is one range of one file, for direct reads.
 
-safetensors forbids holes between tensors, so each block gets a shard of its own whose header is padded with
-spaces. What is guaranteed of the copy:
+safetensors forbids holes between tensors. So each decoder layer gets its own shard, whose header is padded
+with spaces. The copy has these properties:
 
-1. a shard's data starts at a multiple of 4096 bytes and holds all tensors of its block, and no others
+1. a decoder layer's shard starts its data at a multiple of 4096 bytes and holds that layer's tensors only
 2. every tensor starts at a multiple of its element's size; at a multiple of 16 where all tensors of its unit
    have sizes that 16 divides (a unit is a routed expert, or a module that belongs to none)
 3. a unit's tensors lie in a row, but for those whose size its widest element does not divide
@@ -124,9 +123,9 @@ def _check_copy(folder: Path, source: Checkpoint) -> None:
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())
         raise CheckpointError(
-            "The packed copy does not read back as it was written. Nothing was left behind.",
+            "The copy does not read back as it was written. Nothing was left behind.",
             tensor=name,
             expected=expected.get(name),
             found=found.get(name),
-            fix="check the disk, or choose another folder",
+            fix="Check the disk, or choose another folder.",
         )
