@@ -1,4 +1,4 @@
-"""The page reference/errors.md of the site: every error of hfq with its cause and its fix, from the sources."""
+"""Generated page reference/errors.md of the site: every error of hfq with its cause and its fix."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["as_markdown", "entries"]
 
 ROOT = Path(__file__).parents[2]
 _INSIDE = ("-",)
-"""The fix of an error that is always replaced by another before a caller sees it."""
-_HEAD = """# Troubleshooting
+"""Fix of errors that are always replaced by another error before a caller sees them."""
+_HEAD = """# Errors
 
-Made by `make docs` from the sources; a test compares the two. Every error that hfq raises on purpose is an `HfqError` of one form:
+Every error that hfq raises is an `HfqError` of this form:
 
 ```
 PlacementError: device_map contains keys that match no module. Nothing was loaded.
@@ -24,27 +24,20 @@ PlacementError: device_map contains keys that match no module. Nothing was loade
 Fix: Use full module names.
 ```
 
-Search this page for the first line. What differs from case to case stands in braces here, and an error also names its file, tensor and
-rank where it has one. In Python they are attributes: `error.message`, `error.file`, `error.tensor`, `error.rank`, `error.expected`,
-`error.found`, `error.problems`, `error.fix`. All classes derive from `hfq.HfqError`; the first four are importable from `hfq`.
+To find an error, search this page for its first line. Words in braces stand for a value of your model or machine.
 
-Where no error was raised and something is odd all the same:
+An error also names its file, tensor, and rank if it has one. In Python, read the attributes `message`, `file`, `tensor`,
+`rank`, `expected`, `found`, `problems`, and `fix`. All classes derive from `hfq.HfqError`. `hfq` exports `CheckpointError`,
+`FormatError`, `PlacementError`, and `SetupError`.
 
-| question | command |
-|---|---|
-| What is in this checkpoint, which kernel multiplies it, and why no other? | `hfq inspect MODEL --kernels` |
-| Does it fit, where would it rest, how fast would it be? | `hfq plan MODEL` |
-| Is this machine, or a DeepSpeed or accelerate config, in the way? | `hfq doctor MODEL --config FILE` |
-| What has a loaded model done so far? | `print(hfq.report(model))` |
-| Are two checkpoints, or two placements, the same model? | `hfq compare A B` |
-
-`hfq doctor` prints a block for a report of a bug, without names of hosts, users or folders.
+The most frequent problems, and those without an error, are in [Troubleshoot](../how_to/troubleshoot.md). This page is
+generated from the sources of hfq.
 """
 
 
 @functools.cache
 def entries() -> list[ErrorCall]:
-    """Every error that a user can meet, each text once in a module."""
+    """Returns all errors that users can see, without repetitions inside a module."""
     found = {
         (error.cls, error.module.name, error.message, error.expected, error.found, error.fix): error
         for error in error_calls(read_modules(ROOT / "hfq"))
@@ -57,7 +50,7 @@ def entries() -> list[ErrorCall]:
 
 
 def as_markdown() -> str:
-    """The text of the page."""
+    """Returns the page."""
     errors, parts = entries(), [_HEAD]
     for name, summary in error_classes(read_modules(ROOT / "hfq")).items():
         own = [error for error in errors if error.cls == name]
@@ -73,7 +66,7 @@ def as_markdown() -> str:
 
 
 def _entry(errors: list[ErrorCall]) -> str:
-    """One message with one fix: its causes are what is expected and found wherever it is raised."""
+    """Returns one message with its fix and the expected and found values of each place that raises it."""
     causes = dict.fromkeys(_cause(error) for error in errors)
     lines = [f"- {_either(errors[0].message)}", *(f"    {cause}" for cause in causes if cause)]
     return "\n".join([*(f"{line}  " for line in lines), f"    **Fix:** {_either(errors[0].fix)}\n"])
@@ -90,7 +83,7 @@ def _cause(error: ErrorCall) -> str:
 
 
 def _says(text: str) -> bool:
-    """Whether a template is more than the place of what is filled in."""
+    """True if a template has more text than one field."""
     return text not in ("{expected}", "{found}", "{error}", "{…}")
 
 
@@ -99,6 +92,6 @@ def _either(texts: tuple[str, ...]) -> str:
 
 
 def _code(text: str) -> str:
-    """The text as it is, in a code span."""
+    """Returns a code span with the unchanged text."""
     text = " ".join(text.split())
     return f"`` {text} ``" if "`" in text else f"`{text}`"

@@ -42,7 +42,8 @@ PHRASES = {
     "born sharded": "partitioned at creation",
     "calibration sets?": "calibration data",
     "stock transformers": "plain transformers",
-    "by (?:its |their )?names?": "an error that names X, or the name itself",
+    "(?:refus|reject|rais|skip|fail|unsupport|forbid|ask)\\w* (?:[^.,;:]{1,20} )?by (?:its |their )?names?": "an error "
+    "that names X",
     "(?:stands?|stood|standing|is|are|be|was|were) in (?:the|its|their) way": "prevents",
     "(?:take|takes|taking|taken|took) over": "the verb of the action",
     "anew": "again or regenerated",
@@ -64,7 +65,7 @@ PHRASES = {
 EXCEPTIONS = (
     ("home (?:folder|directory)s?", ".*", "the folder of a user"),
     ("simd lanes?", ".*", "an element of a SIMD register"),
-    ("lanes?", "hfq/kernels/(?:cpp|cpu)/.*", "an element of a SIMD register"),
+    ("lanes?", "hfq/kernels/(?:cpp|cpu)/.*|docs/benchmarks/kernel_notes.md", "an element of a SIMD register"),
 )
 """(allowed text, paths, other meaning). Code in backticks and addresses are allowed everywhere: names of
 accelerate, DeepSpeed, and other upstream code are written in backticks.
