@@ -14,7 +14,7 @@ TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21", "op
 setup(
     name="hfq",
     version=VERSION,
-    description="Loads any quantized checkpoint into any placement: packed everywhere, exact, nothing silent",
+    description="Run quantized LLMs that do not fit in memory, with bit-identical results in every placement",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,8 +1,6 @@
-"""Every error that the sources of hfq raise on purpose: its message, what was expected and found, and its
-fix. Nothing is run.
+"""Errors in the sources of hfq: message, expected and found values, and fix. Nothing is run.
 
-A text that is put together when the error is raised is a template here, with names in braces for what is
-filled in.
+A text that depends on values is a template, with names in braces.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ __all__ = ["ErrorCall", "Module", "error_calls", "error_classes", "read_modules"
 BASE = "HfqError"
 _MOST_TEXTS = 6
 _DEPTH = 4
-"""How many functions, loops and names are followed to find a text."""
+"""Maximum number of functions, loops, and names that are followed to find a text."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 Bindings = dict[str, "Bound"]
@@ -27,7 +25,7 @@ Bindings = dict[str, "Bound"]
 
 @dataclass(frozen=True)
 class Bound:
-    """An expression, and what its own names stand for."""
+    """Expression, and the scope that resolves its names."""
 
     node: ast.AST
     scope: Scope
@@ -35,8 +33,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its tree, what each node lies in, its calls by name, and the names
-    that it imports.
+    """One source file.
+
+    Attributes:
+        name: Dotted name.
+        tree: Syntax tree.
+        parents: Parent of each node.
+        calls: Calls, keyed by the name of the function.
+        imports: Imported names.
     """
 
     name: str
@@ -47,15 +51,13 @@ class Module:
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """First line of its docstring."""
         return (ast.get_docstring(self.tree) or "").partition("\n")[0]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Where an expression stands: the module, the functions around it, and what their parameters stand
-    for.
-    """
+    """Place of an expression: its module, the functions around it, and values of their parameters."""
 
     module: Module
     functions: tuple[ast.AST, ...] = ()
@@ -68,7 +70,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class ErrorCall:
-    """One error: alternatives of each text, and where in the sources it is made."""
+    """One error: the alternatives of each text, and its place in the sources."""
 
     cls: str
     module: Module
@@ -81,7 +83,7 @@ class ErrorCall:
 
 @functools.cache
 def read_modules(package: Path) -> list[Module]:
-    """The modules of a package, in the order of their names."""
+    """Returns the modules of a package, sorted by name."""
     found = []
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -99,9 +101,7 @@ def read_modules(package: Path) -> list[Module]:
 
 
 def error_classes(modules: list[Module]) -> dict[str, str]:
-    """{the name of each error class: the first line of its docstring}, a base before those that derive from
-    it.
-    """
+    """Returns {name of an error class: first line of its docstring}, bases before derived classes."""
     classes = [node for module in modules for node in module.tree.body if isinstance(node, ast.ClassDef)]
     found = {BASE: ""}
     grows = True
@@ -117,20 +117,25 @@ def error_classes(modules: list[Module]) -> dict[str, str]:
 
 
 def error_calls(modules: list[Module]) -> list[ErrorCall]:
-    """Every error of the modules; one that only repeats another's texts (`error.message`) is left out."""
+    """Returns all errors of the modules, without those that repeat the texts of another error."""
     classes = error_classes(modules)
     found = []
     for module in modules:
         for node in (node for name in classes for node in module.calls.get(name, ())):
-            if not (isinstance(node.args[0], ast.Attribute) and node.args[0].attr == "message"):
+            if not _repeats_a_message(node.args[0]):
                 found += [_described(node, scope) for scope in _scopes(node, modules, module)]
     return sorted(found, key=lambda error: (error.module.name, error.line, error.message))
 
 
+def _repeats_a_message(node: ast.expr) -> bool:
+    """True for `error.message`, and for a function of it that only rewrites the names of options."""
+    while isinstance(node, ast.Call) and node.args:
+        node = node.args[0]
+    return isinstance(node, ast.Attribute) and node.attr == "message"
+
+
 def _described(node: ast.Call, scope: Scope) -> ErrorCall:
-    """The error that a call makes; one that a helper makes for its callers belongs to the module of the
-    caller.
-    """
+    """Returns the error of a call. An error that a helper constructs belongs to the caller's module."""
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     caller, line = scope.module, node.lineno
     for bound in scope.bindings.values():
@@ -144,9 +149,7 @@ def _described(node: ast.Call, scope: Scope) -> ErrorCall:
 
 
 def _scopes(node: ast.Call, modules: list[Module], module: Module) -> list[Scope]:
-    """The scopes to read a call in: one for each caller of a helper that makes it, and for each element of a
-    table around it.
-    """
+    """Returns one scope for each caller of the helper around a call, and for each element of loops there."""
     functions = tuple(parent for parent in _ancestors(node, module) if isinstance(parent, _FUNCTIONS))
     scopes = [Scope(module, functions)]
     if functions and _is_a_helper(node, functions[0], module):
@@ -156,9 +159,7 @@ def _scopes(node: ast.Call, modules: list[Module], module: Module) -> list[Scope
 
 
 def _is_a_helper(node: ast.Call, function: ast.AST, module: Module) -> bool:
-    """Whether a function makes the error for its callers: it returns it, or its message or fix is one of its
-    parameters.
-    """
+    """True if a function returns the error, or if its message or fix is one of its parameters."""
     names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
     texts = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "fix")]
     return isinstance(module.parents[node], ast.Return) or any(
@@ -166,11 +167,11 @@ def _is_a_helper(node: ast.Call, function: ast.AST, module: Module) -> bool:
     )
 
 
-def _callers(function: ast.AST, modules: list[Module], home: Module) -> Iterator[Bindings]:
-    """What each call of a function in the package binds its parameters to."""
+def _callers(function: ast.AST, modules: list[Module], own: Module) -> Iterator[Bindings]:
+    """Yields the values of a function's parameters for each of its calls in the package."""
     names = [argument.arg for argument in function.args.args if argument.arg not in ("self", "cls")]
     for module in modules:
-        if module is not home and function.name not in module.imports:
+        if module is not own and function.name not in module.imports:
             continue
         for node in module.calls.get(function.name, ()):
             around = tuple(parent for parent in _ancestors(node, module) if isinstance(parent, _FUNCTIONS))
@@ -187,9 +188,7 @@ def _ancestors(node: ast.AST, module: Module) -> Iterator[ast.AST]:
 
 
 def _in_loops(node: ast.AST, scope: Scope) -> list[Scope]:
-    """The scope once for each element of the tables that loops and generators around the node go through,
-    where these are written down.
-    """
+    """Returns one scope for each element of the literal tables that loops around a node iterate over."""
     scopes = [scope]
     loops = [loop for parent in _ancestors(node, scope.module) for loop in _loops_of(parent)]
     for loop in reversed(loops):
@@ -198,7 +197,7 @@ def _in_loops(node: ast.AST, scope: Scope) -> list[Scope]:
 
 
 def _loops_of(node: ast.AST) -> list[ast.For | ast.comprehension]:
-    """The loops of a statement or of a generator expression, innermost first."""
+    """Returns the loops of a statement or of a generator expression, innermost first."""
     if isinstance(node, ast.GeneratorExp):
         return node.generators[::-1]
     return [node] if isinstance(node, ast.For) else []
@@ -235,9 +234,7 @@ def _unpacked(target: ast.AST, value: ast.AST, scope: Scope) -> Bindings:
 
 
 def _followed(node: ast.AST, scope: Scope) -> list[Bound]:
-    """The expressions that an expression may stand for: of a name, what it was given; of a table's element,
-    the elements.
-    """
+    """Returns the possible expressions of a name, a field, or an element of a table."""
     if scope.depth > _DEPTH:
         return []
     if isinstance(node, ast.Name):
@@ -286,9 +283,7 @@ def _assigns(node: ast.Assign | ast.AnnAssign, name: str) -> bool:
 
 
 def _field(made: Bound, name: str) -> list[Bound]:
-    """The field of an object that is made by a call of its class, in the same module, with fields in their
-    order.
-    """
+    """Returns a field of an object that a call of a class of the same module constructs."""
     call = made.node
     for keyword in call.keywords:
         if keyword.arg == name:
@@ -302,9 +297,7 @@ def _field(made: Bound, name: str) -> list[Bound]:
 
 
 def _element(table: Bound, index: Bound) -> list[Bound]:
-    """An element of a tuple or of a dict; all of a dict's where the key is only known when the program
-    runs.
-    """
+    """Returns an element of a tuple or dict, or all elements of a dict if the key is not constant."""
     keys = [
         bound.node.value
         for bound in _followed(index.node, index.scope)
@@ -328,7 +321,7 @@ def _element(table: Bound, index: Bound) -> list[Bound]:
 
 
 def _texts(node: ast.AST, scope: Scope) -> list[str]:
-    """The texts that an expression may give, as templates."""
+    """Returns the possible texts of an expression, as templates."""
     if isinstance(node, ast.Constant):
         return [str(node.value)]
     if isinstance(node, ast.JoinedStr):
@@ -347,9 +340,7 @@ def _texts(node: ast.AST, scope: Scope) -> list[str]:
 
 
 def _filled(node: ast.AST, scope: Scope) -> list[str]:
-    """What a field of a template is filled with: texts where all of them are written down, else its name in
-    braces.
-    """
+    """Returns the possible texts of a field of a template, or its name in braces if they are not literals."""
     texts = (
         _texts(node, scope) if isinstance(node, ast.Name | ast.IfExp | ast.Attribute | ast.Constant) else []
     )
@@ -357,7 +348,7 @@ def _filled(node: ast.AST, scope: Scope) -> list[str]:
 
 
 def _placeholder(node: ast.AST) -> str:
-    """The name of what is filled in, in braces."""
+    """Returns the name of a value, in braces."""
     while True:
         if isinstance(node, ast.Call):
             node = node.args[0] if node.args else node.func

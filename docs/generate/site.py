@@ -1,12 +1,12 @@
-"""What MkDocs calls while it builds the site: the README is its first page, and files that pages link to are
-pages, too.
+"""Hooks of MkDocs: they add the README, notebooks, and linked files of the repository as pages.
 
-So a link that works in the repository works on the site, and one that does not fails the build (`make site`).
+A link that works in the repository works on the site, and a broken link fails the build (`make site`).
 """
 
 from __future__ import annotations
 
-import json
+import ast
+import logging
 import posixpath
 import re
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from generate import troubleshooting
+from generate import notebooks, troubleshooting
+from hfq.version import __version__
 
 __all__ = ["on_config", "on_files", "on_page_markdown"]
 
@@ -25,11 +26,13 @@ _FIRST, _DOCS, _OTHERS = "README.md", "docs", "repository"
 _NOTEBOOKS = "examples/notebooks"
 _ERRORS = "reference/errors.md"
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_LOG = logging.getLogger("mkdocs.hooks")
 _LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts notebooks, measurements and whatever page the file does not name into the navigation."""
+    """Sets the version, and adds notebooks and measurements to the navigation."""
+    config.copyright = f"hfq {__version__}, Apache-2.0"
     sections = {name: items for entry in config.nav for name, items in entry.items()}
     sections["Notebooks"] += [_uri(path) for path in _found(_NOTEBOOKS, "*.ipynb")]
     sections["Benchmarks"] += [_uri(path) for path in _found("docs/benchmarks", "*.md")]
@@ -59,13 +62,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files of the repository into links to their pages."""
+    """Replaces links to files of the repository by links to their pages, and requires a title."""
     source = _source(page.file.src_uri)
+    if not re.search(r"^# \S", markdown, re.MULTILINE):
+        _LOG.warning("%s has no title", source)  # the navigation would show the name of the file
 
     def replaced(link: re.Match) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
         if not (ROOT / target).is_file():
-            return link[0]  # MkDocs says that there is no such page
+            return link[0]  # MkDocs reports the broken link
         return f"]({posixpath.relpath(_uri(target), posixpath.dirname(page.file.src_uri) or '.')}{link[2] or ''})"
 
     return _LINK.sub(replaced, markdown)
@@ -76,7 +81,7 @@ def _found(folder: str, pattern: str) -> list[str]:
 
 
 def _targets(path: str) -> Iterator[str]:
-    """The files of the repository that a page links to and that are no pages of the site by themselves."""
+    """Yields the linked files of a page that are not in the folder of the documentation."""
     if path.endswith(".md"):
         for link in _LINK.finditer((ROOT / path).read_text(encoding="utf-8")):
             target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[1]))
@@ -85,7 +90,7 @@ def _targets(path: str) -> Iterator[str]:
 
 
 def _uri(path: str) -> str:
-    """The page of a file of the repository."""
+    """Returns the page of a file of the repository."""
     if path == _FIRST:
         return "index.md"
     if path.startswith(f"{_DOCS}/"):
@@ -94,7 +99,7 @@ def _uri(path: str) -> str:
 
 
 def _source(uri: str) -> str:
-    """The file of the repository that a page shows."""
+    """Returns the file of the repository that a page shows."""
     if uri == "index.md":
         return _FIRST
     if uri.startswith(f"{_OTHERS}/"):
@@ -108,14 +113,12 @@ def _as_page(path: str) -> str:
     if path.endswith(".md"):
         return text
     if path.endswith(".ipynb"):
-        return "\n\n".join(map(_cell, json.loads(text)["cells"]))
-    return f"# `{path}`\n\n{_fenced(text, _LANGUAGES.get(Path(path).suffix, 'text'))}"
+        return notebooks.as_markdown(ROOT / path)
+    language = _LANGUAGES.get(Path(path).suffix, "text")
+    return f"# {_title(path, text)}\n\nFile `{path}`\n\n{notebooks.fenced(text, language)}"
 
 
-def _cell(cell: dict) -> str:
-    text = "".join(cell["source"])
-    return text if cell["cell_type"] == "markdown" else _fenced(text, "python")
-
-
-def _fenced(text: str, language: str) -> str:
-    return f"````{language}\n{text.rstrip()}\n````\n"
+def _title(path: str, text: str) -> str:
+    """Returns the first sentence of a program's docstring; other files have their path as title."""
+    summary = ast.get_docstring(ast.parse(text)) if path.endswith(".py") else None
+    return re.split(r"[.:](?:\s|$)", " ".join(summary.split()))[0] if summary else f"`{path}`"
