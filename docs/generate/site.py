@@ -77,7 +77,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _found(folder: str, pattern: str) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob(pattern))]
+    paths = sorted((ROOT / folder).glob(pattern), key=lambda path: path.stem)
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def _targets(path: str) -> Iterator[str]:

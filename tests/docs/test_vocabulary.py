@@ -42,7 +42,7 @@ PHRASES = {
     "born sharded": "partitioned at creation",
     "calibration sets?": "calibration data",
     "stock transformers": "plain transformers",
-    "(?:refus|reject|rais|skip|fail|unsupport|forbid|ask)\\w* (?:[^.,;:]{1,20} )?by (?:its |their )?names?": "an error "
+    "(?:refus|reject|rais|skip|fail|unsupported|forbid|ask)\\w* (?:[^.,;:]{1,20} )?by (?:its |their )?names?": "an error "
     "that names X",
     "(?:stands?|stood|standing|is|are|be|was|were) in (?:the|its|their) way": "prevents",
     "(?:take|takes|taking|taken|took) over": "the verb of the action",
