@@ -15,6 +15,8 @@ from pathlib import Path
 __all__ = ["ErrorCall", "Module", "error_calls", "error_classes", "read_modules"]
 
 BASE = "HfqError"
+_SUGGESTS = "nearest"
+"""Function that returns ` Did you mean 'x'?`, or no text."""
 _MOST_TEXTS = 6
 _DEPTH = 4
 """Maximum number of functions, loops, and names that are followed to find a text."""
@@ -51,8 +53,8 @@ class Module:
 
     @property
     def summary(self) -> str:
-        """First line of its docstring."""
-        return (ast.get_docstring(self.tree) or "").partition("\n")[0]
+        """First paragraph of its docstring."""
+        return " ".join((ast.get_docstring(self.tree) or "").partition("\n\n")[0].split())
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,8 @@ def _filled(node: ast.AST, scope: Scope) -> list[str]:
 def _placeholder(node: ast.AST) -> str:
     """Returns the name of a value, in braces."""
     while True:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == _SUGGESTS:
+            return "{suggestion}"
         if isinstance(node, ast.Call):
             node = node.args[0] if node.args else node.func
         elif isinstance(node, ast.Subscript | ast.Starred | ast.FormattedValue):

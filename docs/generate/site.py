@@ -19,13 +19,17 @@ from mkdocs.structure.pages import Page
 from generate import notebooks, troubleshooting
 from hfq.version import __version__
 
-__all__ = ["on_config", "on_files", "on_page_markdown"]
+__all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown"]
 
 ROOT = Path(__file__).parents[2]
 _FIRST, _DOCS, _OTHERS = "README.md", "docs", "repository"
 _NOTEBOOKS = "examples/notebooks"
 _ERRORS = "reference/errors.md"
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_PRE_OR_CODE = re.compile(r"<pre.*?</pre>|<code[^>]*>(.*?)</code>", re.DOTALL)
+_BREAKABLE = re.compile(r"(?<![\w&;-])[\w.]*[-/][\w./-]*(?![^<]*>)")
+_LONGEST = 40
+"""Maximum length of an option's name; longer paths may break at the end of a line."""
 _LOG = logging.getLogger("mkdocs.hooks")
 _LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
 
@@ -74,6 +78,18 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"]({posixpath.relpath(_uri(target), posixpath.dirname(page.file.src_uri) or '.')}{link[2] or ''})"
 
     return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Marks names in inline code, so that `--max-model-len` does not break at its hyphens."""
+
+    def marked(name: re.Match) -> str:
+        return f'<span class="name">{name[0]}</span>' if len(name[0]) <= _LONGEST else name[0]
+
+    def code(match: re.Match) -> str:
+        return match[0] if match[1] is None else _BREAKABLE.sub(marked, match[0])
+
+    return _PRE_OR_CODE.sub(code, html)
 
 
 def _found(folder: str, pattern: str) -> list[str]:

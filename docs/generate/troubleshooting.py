@@ -24,7 +24,8 @@ PlacementError: device_map contains keys that match no module. Nothing was loade
 Fix: Use full module names.
 ```
 
-To find an error, search this page for its first line. Words in braces stand for a value of your model or machine.
+To find an error, search this page for its first line. Words in braces stand for a value of your model or machine; `{suggestion}` is a similar
+valid name.
 
 An error also names its file, tensor, and rank if it has one. In Python, read the attributes `message`, `file`, `tensor`,
 `rank`, `expected`, `found`, `problems`, and `fix`. All classes derive from `hfq.HfqError`. `hfq` exports `CheckpointError`,
