@@ -42,7 +42,7 @@ PHRASES = {
     "born sharded": "partitioned at creation",
     "calibration sets?": "calibration data",
     "stock transformers": "plain transformers",
-    "(?:refus|reject|rais|skip|fail|unsupported|forbid|ask)\\w* (?:[^.,;:]{1,20} )?by (?:its |their )?names?": "an error "
+    "(?:refus|reject|rais|skip|fail|unsupported|forbid)\\w* (?:[^.,;:]{1,20} )?by (?:its |their )?names?": "an error "
     "that names X",
     "(?:stands?|stood|standing|is|are|be|was|were) in (?:the|its|their) way": "prevents",
     "(?:take|takes|taking|taken|took) over": "the verb of the action",
@@ -139,7 +139,7 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the string literals of a module that have a space and are no docstrings, line by line."""
+    """Yields the retired words of string literals that have a space and are no docstrings."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     skipped = {
@@ -157,18 +157,21 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
         else:
             continue
         if " " in text.strip():
-            yield _line_of(text, node, source), " ".join(text.split())
+            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+            yield from _by_line(" ".join(text.split()), lines, node.lineno)
 
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _line_of(text: str, node: ast.expr, source: str) -> int:
-    """Returns the line of the first retired word of a literal, which may be written on several lines."""
-    word = next((word for _, word, _ in retired_words(" ".join(text.split()), "")), "").split(" ")[0]
-    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-    return node.lineno + next((at for at, line in enumerate(lines) if word and word in line), 0)
+def _by_line(text: str, lines: list[str], first: int) -> Iterator[tuple[int, str]]:
+    """Yields the retired words of a literal, each with its line: parts of a literal are on several lines."""
+    at = 0
+    for _, word, _ in sorted(retired_words(text, "")):
+        start = word.split()[0]
+        at = next((line for line in range(at, len(lines)) if start in lines[line]), at)
+        yield first + at, word
 
 
 def cpp_comments(path: Path) -> Iterator[tuple[int, str]]:
@@ -189,7 +192,11 @@ def is_page(path: Path) -> bool:
     return not path.with_suffix(".json").exists()
 
 
-PAGES = [page for page in files("README.md", "CONTRIBUTING.md", "docs/**/*.md") if is_page(page.values[0])]
+PAGES = [
+    page
+    for page in files("*.md", "docs/**/*.md", "configs/**/*.md", "examples/**/*.md")
+    if is_page(page.values[0])
+]
 MODULES = files("hfq/**/*.py", "benchmarks/**/*.py", "examples/**/*.py", "docs/generate/*.py", "setup.py")
 
 
