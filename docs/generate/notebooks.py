@@ -31,7 +31,9 @@ def as_markdown(path: Path) -> str:
     notebook = nbformat.read(path, as_version=4)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     folder = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=_SECONDS, resources=folder).execute(env=environment)
+    quiet = ["--IPKernelApp.log_level=40"]  # errors alone
+    client = NotebookClient(notebook, timeout=_SECONDS, resources=folder, extra_arguments=quiet)
+    client.execute(env=environment)
     return "\n\n".join(part for cell in notebook.cells for part in _cell(cell))
 
 
