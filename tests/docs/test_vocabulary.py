@@ -38,7 +38,6 @@ PHRASES = {
     "(?:away|taken) parameters?": "offloaded parameter",
     "packed (?:linear|embedding|experts|module)s?": "quantized linear, embedding, experts, or module",
     "packed rows?": "flat buffer",
-    "layer(?:-| )major": "run_batches",
     "born sharded": "partitioned at creation",
     "calibration sets?": "calibration data",
     "stock transformers": "plain transformers",
@@ -66,13 +65,20 @@ EXCEPTIONS = (
     ("home (?:folder|directory)s?", ".*", "the folder of a user"),
     ("simd lanes?", ".*", "an element of a SIMD register"),
     ("lanes?", "hfq/kernels/(?:cpp|cpu)/.*|docs/benchmarks/kernel_notes.md", "an element of a SIMD register"),
+    ("per lane", "hfq/placement/estimate/.*", "a lane of PCI Express"),
+    (
+        "packed rows?",
+        "hfq/kernels/cpp/.*|hfq/formats/quanto.py",
+        "rows of bit-packed codes or of activations",
+    ),
 )
 """(allowed text, paths, other meaning). Code in backticks and addresses are allowed everywhere: names of
 accelerate, DeepSpeed, and other upstream code are written in backticks.
 """
 
-CODE = re.compile(r"``.+?``|`[^`]+`|https?://\S+|(?<=\])\([^)\s]*\)", re.DOTALL)
+CODE = re.compile(r"``.+?``|`[^`]+`|\$\w+|https?://\S+|(?<=\])\([^)\s]*\)", re.DOTALL)
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^ *\2`*\s*?$|<!--.*?-->", re.DOTALL | re.MULTILINE)
+ARGUMENT = re.compile(r"^ +\*{0,2}\w+(?: \([^)\n]*\))?:(?=\s)", re.MULTILINE)
 CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<comment>(?://[^\n]*\n?[ \t]*)+|/\*.*?\*/)', re.DOTALL)
 Found = tuple[int, str, str]
 """Offset of a retired word in its text, the word, and its replacement."""
@@ -119,11 +125,12 @@ def page_text(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the docstrings of a module, its classes, functions, and attributes, as they are in the file."""
+    """Yields the docstrings of a module without names of arguments, as they are in the file."""
     source = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and _is_text(node.value):
-            yield node.lineno, FENCE.sub(_blank, ast.get_source_segment(source, node) or "")
+            text = FENCE.sub(_blank, ast.get_source_segment(source, node) or "")
+            yield node.lineno, ARGUMENT.sub(_blank, text)
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
