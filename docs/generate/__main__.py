@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from generate import measured, placements
-from hfq.cli import formats
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "docs/reference/formats.md": formats.as_markdown,
-    "docs/reference/placements.md": placements.as_markdown,
+    "docs/reference/formats.md": placements.as_markdown,
 }
 WITH_TABLES = ("README.md", "docs/explanation/when_offloading_pays.md")
 """Pages in which only the tables between two comments are generated."""

@@ -1,10 +1,9 @@
-"""docs/reference/placements.md: which dialect is tested in which placement, from the tables that the tests run over;
-and what stock tools do.
-"""
+"""Placements of each format variant on docs/reference/formats.md, from the tables that the tests use."""
 
 from __future__ import annotations
 
-from generate.stock import PLAIN, STOCK_VERSIONS, Stock
+from generate.plain_transformers import PLAIN, VERSIONS, PlainResult
+from hfq.cli import formats
 from hfq.formats import FORMATS
 from hfq.formats.base import FormatVariant
 from tests.contract.cases import CASES, REPRESENTATIVES
@@ -20,114 +19,110 @@ _BY_ID = {case.id: case for case in CASES}
 _DEVICES = {
     "none": "ZeRO-3, device",
     "cpu": "ZeRO-3, CPU",
-    "in place": "ZeRO-3, NVMe in place",
-    "swap": "ZeRO-3, NVMe copied",
+    "in place": "ZeRO-3, NVMe, checkpoint",
+    "swap": "ZeRO-3, NVMe, swap files",
 }
-_HEAD = """# Dialects and placements
+_HEAD = """
+## Formats and placements
 
-Made by `make docs` from the tables that the tests run over; a test compares the two. [formats](formats.md) says what each dialect is and how its reading is tested.
-
-## hfq, and stock transformers beside it
+All {cases} test cases run in {placements} placements: {placement_names} (`half` is one layer and the head on
+disk). Logits are bit-identical to those of a load without `device_map`. This table shows the other
+placements.
 
 | cell | meaning |
 |---|---|
-| exact | CI runs it: the logits are those of a load without `device_map`, under ZeRO-3 those of the unsharded model, bit for bit |
-| exact* | CI runs it where DeepSpeed's async_io has been compiled, and skips it by name elsewhere |
-| alike | CI runs another format of the same class there; a row is cut into shards by bytes, whatever they mean |
-| - | the same code for every dialect, and no test runs it with this one, or one of its class, in this home |
-| cut | every slice of 2, 3 and 4 ranks has the weights of the whole layer bit for bit, or the cut is refused by name where words or groups forbid it; {tp} also run on two ranks |
-| refused | an error that names the layer, before a weight is read |
+| bit-identical | CI compares logits with those of the unsharded model: `torch.equal` is True |
+| bit-identical* | As above, if DeepSpeed's async_io is compiled; CI skips it elsewhere |
+| same class tested | CI runs another format of the same class. ZeRO-3 shards bytes, whatever the format. |
+| same code, not run | All formats use the same code. No test runs it with this format or its class. |
+| sliced | Slices for 2, 3, and 4 ranks have the same bits as the whole layer. If words or groups do not divide, the load raises an error. {tp} also run on two ranks. |
+| unsupported | An error that names the layer, before any weight is read |
 
-The first four are the contract suite ({placements} placements of {cases} checkpoints; `half` is one layer and the head on disk); ZeRO-3 runs on two CPU ranks ({ranks} and, for {sharded}, on three, in every home). No GPU has been at hand:
-placements on CUDA devices are written and have not run ([hardware status](../explanation/hardware_status.md)).
+ZeRO-3 tests use two CPU ranks ({ranks}). Three ranks and each storage device
+are tested with {sharded}.
 
-Stock is {versions}, **on a machine without a GPU**; what it does with a GPU was not measured, and is better for several dialects.
+The last two columns show plain transformers **on a machine without a GPU**. Results on a GPU were not
+measured, and are better for several formats. Versions: {versions}.
 
 """
-_STOCK_HEAD = """
-## Stock, in detail
+_PLAIN_HEAD = """
+## Plain transformers in detail
 
-What happens to a checkpoint that is quantized already, without hfq. Measured on a CPU with small Llamas, or, where it says so, read in the sources; {versions}.
+These are results with quantized checkpoints, without hfq. They were measured on a CPU with small
+Llamas, or read in the sources where the cell says so.
 
 | method | in memory | with layers on disk | saved again |
 |---|---|---|---|
 """
-_STOCK_TAIL = """
-**ZeRO-3**, every method: `zero.Init` is skipped for quantized models, so that each rank loads all of it; `deepspeed.initialize` partitions afterwards. Integer codes are then gathered exactly; FP8 codes
-fail over gloo ("Invalid scalar type"); float16 scales are cast to bfloat16; with parameters on NVMe the values of integer codes are cast, too, which destroys them without an error (a test of
-hfq's holds on to this one: `test_stock_nvme_offload_still_casts_the_values_of_packed_words`). `device_map` beside ZeRO-3 is refused.
+_PLAIN_TAIL = """
+**ZeRO-3, all methods.** transformers skips `zero.Init` for quantized models, so that each rank loads
+the whole model. `deepspeed.initialize` partitions it afterwards:
 
-**Tensor parallelism**: FP8 with a scale for each row works. GPTQ is cut along the wrong axis and fails, compressed-tensors fails while it dispatches.
+- Integer codes are gathered exactly.
+- FP8 codes fail over gloo ("Invalid scalar type").
+- float16 scales are cast to bfloat16.
+- With parameters on NVMe, integer codes are cast, too. This destroys them without an error. A test
+  checks that it still happens: `test_stock_nvme_offload_still_casts_the_values_of_packed_words`.
+- `device_map` together with ZeRO-3 raises an error.
 
-**Reading disk layers**: every tensor is read once while loading, and each forward opens the file again for each tensor and waits for it.
+**Tensor parallelism.** FP8 with one scale per row works. GPTQ is sliced along the wrong axis and
+fails. compressed-tensors fails during dispatch.
+
+**Layers on disk.** The load reads every tensor once. Each forward pass opens the file again for each
+tensor, and waits for it.
 """
 
 
 def as_markdown() -> str:
-    """The text of the page."""
+    """Returns the text of the page: the registry, the placements, and plain transformers."""
     variants = sorted(
-        (dialect for cls in FORMATS.values() for dialect in cls.variants), key=lambda dialect: dialect.name
+        (variant for cls in FORMATS.values() for variant in cls.variants), key=lambda variant: variant.name
     )
     head = _HEAD.format(
         placements=len(PLACEMENTS),
+        placement_names=_words(PLACEMENTS),
         cases=len(CASES),
-        versions=STOCK_VERSIONS,
+        versions=VERSIONS,
         sharded=_words(SHARDED),
         ranks=f"{len(test_zero3_matrix.TARGET_FORMATS)} checkpoints, one of each class",
         tp=_words(test_tensor_parallel.EXACT),
     )
-    header = [
-        "dialect",
-        *PLACEMENTS,
-        *_DEVICES.values(),
-        "tensor parallel",
-        "stock: in memory",
-        "stock: disk",
-    ]
-    rows = [_row(dialect) for dialect in variants]
+    header = ["variant", *_DEVICES.values(), "tensor parallel", "plain: in memory", "plain: on disk"]
+    rows = [_row(variant) for variant in variants]
     tables = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
-    stock = "\n".join(
-        f"| {name} | {facts.memory} | {facts.disk} | {facts.saved} |" for name, facts in PLAIN.items()
+    plain = "\n".join(
+        f"| {name} | {result.memory} | {result.disk} | {result.saved} |" for name, result in PLAIN.items()
     )
-    return f"{head}{tables}\n{_STOCK_HEAD.format(versions=STOCK_VERSIONS)}{stock}\n{_STOCK_TAIL}"
+    return f"{formats.as_markdown()}{head}{tables}\n{_PLAIN_HEAD}{plain}\n{_PLAIN_TAIL}"
 
 
 def _words(names) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _row(dialect: FormatVariant) -> list[str]:
-    cases = [_BY_ID[id] for id in dialect.cases]
-    placed = ["exact" for _ in PLACEMENTS]
-    sharded = [_sharded(cases, home) for home in _DEVICES]
+def _row(variant: FormatVariant) -> list[str]:
+    cases = [_BY_ID[id] for id in variant.cases]
     cut = [case in CUT for case in cases]
-    stock = _plain(dialect)
     return [
-        dialect.name,
-        *placed,
-        *sharded,
-        "cut" if all(cut) else "refused" if not any(cut) else "cut, in part",
-        *stock,
+        variant.name,
+        *(_sharded(cases, device) for device in _DEVICES),
+        "sliced" if all(cut) else "unsupported" if not any(cut) else "sliced in part",
+        *_plain(variant),
     ]
 
 
-def _sharded(cases: list, home: str) -> str:
-    """Whether these checkpoints, or others of their class, are sharded with this home for shards."""
+def _sharded(cases: list, device: str) -> str:
+    """Returns the cell for these test cases with ZeRO-3 shards on a storage device."""
     ran = [weight_format for weight_format, _ in SHARDED.values()]
-    if home == "cpu":
+    if device == "cpu":
         ran += [case.format for case in CASES if case.id in REPRESENTATIVES]
     if any(case.format in ran for case in cases):
-        return "exact*" if home == "swap" else "exact"
-    return (
-        "alike"
-        if {type(case.format) for case in cases} & {type(weight_format) for weight_format in ran}
-        else "-"
-    )
+        return "bit-identical*" if device == "swap" else "bit-identical"
+    classes = {type(weight_format) for weight_format in ran}
+    return "same class tested" if {type(case.format) for case in cases} & classes else "same code, not run"
 
 
-def _plain(dialect: FormatVariant) -> tuple[str, str]:
-    facts = next(
-        (facts for facts in PLAIN.values() if dialect.name in facts.variants),
-        Stock("not measured", "not measured", ""),
-    )
-    return facts.memory_in_short or facts.memory, facts.disk_in_short or facts.disk
+def _plain(variant: FormatVariant) -> tuple[str, str]:
+    found = (result for result in PLAIN.values() if variant.name in result.variants)
+    result = next(found, PlainResult("not measured", "not measured", ""))
+    return result.memory_in_short or result.memory, result.disk_in_short or result.disk

@@ -1,6 +1,6 @@
 """`hfq formats`: lists format variants from the registry.
 
-With `--markdown` it prints the page docs/reference/formats.md.
+With `--markdown` it prints the first part of the page docs/reference/formats.md.
 """
 
 from __future__ import annotations
@@ -17,36 +17,47 @@ if TYPE_CHECKING:
 __all__ = ["as_markdown", "formats"]
 
 # ruff: noqa: E501  (rows of a table)
-_HEAD = """# Dialects
+_HEAD = """# Supported formats
 
-Made by `hfq formats --markdown` from the registry (`make docs`); a test compares the two.
+hfq detects the format of each layer from its tensors. `make docs` generates this page from the
+registry of formats and from the tables of the tests.
 
-| cell | how it is tested |
-|---|---|
-| read | **golden**: a file that the named tool wrote, dequantized as the tool's own code does, bit for bit (`tests/formats/test_goldens.py`, files in `tests/data/goldens`); **contract**: files that hfq packed after the dialect's published format alone |
-| write | **emitted**: hfq writes it for other readers; **tests**: hfq packs it (round to nearest), for its own tests |
-| save back | the contract suite: every packed tensor of a loaded model is saved with the bytes it was loaded with |
-| CPU, disk | the contract suite: the same logits bit for bit resident, half on disk, all on disk; `make interop` the same on other tools' files |
-| CUDA | the code is written, and has not run: no GPU has been at hand |
-| ZeRO-3 | `tests/distributed`: one contract row of each class of dialects on two CPU ranks, sharded, the same logits bit for bit; GPTQ, FP8, int8 and nf4 also on three, and with every home for shards: [placements.md](placements.md) |
+Every variant in this table is tested on the CPU and on disk: logits are bit-identical with all
+layers in memory, one layer and the head on disk, and all layers on disk. Saving writes the bytes
+that were loaded. `make interop` repeats this on files of other tools. The CUDA code has never run:
+[Hardware status](../explanation/hardware_status.md).
 
-| dialect | written by | tensors on disk | read | write | save back | CPU | CUDA | disk | ZeRO-3 | contract rows |
-|---|---|---|---|---|---|---|---|---|---|---|
-"""
-_TAIL = """
-## Experts
-
-Experts that a checkpoint stores one by one (`experts.<n>.gate_proj`, `w1`, `w2`, `w3`, under `mlp`, `block_sparse_moe` or any name that
-transformers renames), or fused with packed codes in three dimensions, become a `QuantizedExperts` module in the place of transformers' fused
-experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe, Llama 4, Nemotron-H (whose experts have no gate) and the other classes whose experts
-transformers fuses in its usual way. Each expert keeps its own packed rows; only routed experts compute, and of those that rest on disk only routed ones are read.
-
-A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_proj`, as gptqmodel does those of Phi-3 and GLM, becomes a `ConcatLinear` of the two.
-
-## Refused by name
-
-| dialect | recognised by | what to do |
+| column | value | meaning |
 |---|---|---|
+| read test | files of the writer | Files that the named tool wrote (their number follows) dequantize to the same bits as with the tool's own code (`tests/formats/test_goldens.py`, `tests/data/goldens`) |
+| read test | own files | Files that hfq wrote from the published description of the format |
+| hfq writes | yes | `hfq quantize` or `hfq convert` writes it for other tools |
+| hfq writes | for tests | Tests write it, by rounding to nearest |
+| test cases | | Cases of the contract tests (`tests/contract/cases.py`) |
+
+| variant | written by | tensors on disk | read test | hfq writes | test cases |
+|---|---|---|---|---|---|
+"""
+_UNSUPPORTED = """
+## Unsupported formats
+
+hfq recognizes these formats and raises an error that names them.
+
+| format | recognized by | fix |
+|---|---|---|
+"""
+_EXPERTS = """
+## Experts and fused layers
+
+`QuantizedExperts` replaces transformers' fused experts. A checkpoint may store experts one by one
+(`experts.<n>.gate_proj`, `w1`, `w2`, `w3`, under `mlp`, `block_sparse_moe`, or a name that
+transformers renames), or fused, with codes in three dimensions. This covers Mixtral, Qwen2-MoE,
+Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe, Llama 4, Nemotron-H (whose experts have no
+gate), and other classes whose experts transformers fuses in its usual way. Each expert keeps its own
+quantized weights. Only routed experts compute, and only routed experts are read from disk.
+
+Some checkpoints store a linear layer `gate_up_proj` as `gate_proj` and `up_proj`: gptqmodel does so
+for Phi-3 and GLM. Both become one `ConcatLinear`.
 """
 
 
@@ -74,29 +85,18 @@ def formats(
 
 
 def as_markdown() -> str:
-    """Returns the text of docs/reference/formats.md."""
+    """Returns the part of docs/reference/formats.md that the registry determines."""
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
 
     rows = [_row(variant) for cls in FORMATS.values() for variant in cls.variants]
     refused = [f"| {name} | {sign} | {fix} |" for name, (sign, fix) in REFUSED.items()]
-    return _HEAD + "\n".join(sorted(rows)) + "\n" + _TAIL + "\n".join(refused) + "\n"
+    tables = (_HEAD + "\n".join(sorted(rows)), _UNSUPPORTED + "\n".join(refused))
+    return "\n".join((*tables, _EXPERTS))
 
 
 def _row(variant: FormatVariant) -> str:
-    read = f"golden × {len(variant.goldens)}" if variant.goldens else "contract"
-    write = "emitted" if variant.is_emitted else "tests"
-    cells = [
-        variant.name,
-        variant.writers,
-        variant.tensors,
-        read,
-        write,
-        "yes",
-        "yes",
-        "not run",
-        "yes",
-        "yes",
-        ", ".join(variant.cases),
-    ]
+    read = f"files of the writer: {len(variant.goldens)}" if variant.goldens else "own files"
+    write = "yes" if variant.is_emitted else "for tests"
+    cells = [variant.name, variant.writers, variant.tensors, read, write, ", ".join(variant.cases)]
     return f"| {' | '.join(cells)} |"
