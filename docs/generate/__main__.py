@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from generate import measured, placements
+from generate import command_line, measured, placements
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
+    "docs/reference/command_line.md": command_line.as_markdown,
     "docs/reference/formats.md": placements.as_markdown,
 }
 WITH_TABLES = ("README.md", "docs/explanation/when_offloading_pays.md")
