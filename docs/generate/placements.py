@@ -33,7 +33,7 @@ placements.
 |---|---|
 | bit-identical | CI compares logits with those of the unsharded model: `torch.equal` is True |
 | bit-identical* | As above, if DeepSpeed's async_io is compiled; CI skips it elsewhere |
-| same class tested | CI runs another format of the same class. ZeRO-3 shards bytes, whatever the format. |
+| same class tested | CI runs another format of the same class. ZeRO-3 shards bytes of every format in the same way. |
 | same code, not run | All formats use the same code. No test runs it with this format or its class. |
 | sliced | Slices for 2, 3, and 4 ranks have the same bits as the whole layer. If words or groups do not divide, the load raises an error. {tp} also run on two ranks. |
 | unsupported | An error that names the layer, before any weight is read |
