@@ -29,7 +29,7 @@ that were loaded. `make interop` repeats this on files of other tools. The CUDA 
 
 | column | value | meaning |
 |---|---|---|
-| read test | files of the writer | Files that the named tool wrote (their number follows) dequantize to the same bits as with the tool's own code (`tests/formats/test_goldens.py`, `tests/data/goldens`) |
+| read test | writer's files | Files that the named tool wrote (their number follows) dequantize to the same bits as with the tool's own code (`tests/formats/test_goldens.py`, `tests/data/goldens`) |
 | read test | own files | Files that hfq wrote from the published description of the format |
 | hfq writes | yes | `hfq quantize` or `hfq convert` writes it for other tools |
 | hfq writes | for tests | Tests write it, by rounding to nearest |
@@ -96,7 +96,7 @@ def as_markdown() -> str:
 
 
 def _row(variant: FormatVariant) -> str:
-    read = f"files of the writer: {len(variant.goldens)}" if variant.goldens else "own files"
+    read = f"writer's files: {len(variant.goldens)}" if variant.goldens else "own files"
     write = "yes" if variant.is_emitted else "for tests"
     cells = [variant.name, variant.writers, variant.tensors, read, write, ", ".join(variant.cases)]
     return f"| {' | '.join(cells)} |"
