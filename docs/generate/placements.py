@@ -25,9 +25,9 @@ _DEVICES = {
 _HEAD = """
 ## Formats and placements
 
-All {cases} test cases run in {placements} placements: {placement_names} (`half` is one layer and the head on
-disk). Logits are bit-identical to those of a load without `device_map`. This table shows the other
-placements.
+All {cases} test cases run in {placements} placements: {placement_names} (`half` is one layer and
+the head on disk). Logits are bit-identical to those of a load without `device_map`. This table
+shows the other placements.
 
 | cell | meaning |
 |---|---|
@@ -38,11 +38,12 @@ placements.
 | sliced | Slices for 2, 3, and 4 ranks have the same bits as the whole layer. If words or groups do not divide, the load raises an error. {tp} also run on two ranks. |
 | unsupported | An error that names the layer, before any weight is read |
 
-ZeRO-3 tests use two CPU ranks ({ranks}). Three ranks and each storage device
-are tested with {sharded}.
+ZeRO-3 tests use two CPU ranks ({ranks}).
+Three ranks and each storage device are tested with {sharded}.
 
-The last two columns show plain transformers **on a machine without a GPU**. Results on a GPU were not
-measured, and are better for several formats. Versions: {versions}.
+The last two columns show plain transformers **on a machine without a GPU**. Results on a GPU were
+not measured, and are better for several formats. Versions:
+{versions}.
 
 """
 _PLAIN_HEAD = """
@@ -55,8 +56,8 @@ Llamas, or read in the sources where the cell says so.
 |---|---|---|---|
 """
 _PLAIN_TAIL = """
-**ZeRO-3, all methods.** transformers skips `zero.Init` for quantized models, so that each rank loads
-the whole model. `deepspeed.initialize` partitions it afterwards:
+**ZeRO-3, all methods.** transformers skips `zero.Init` for quantized models, so that each rank
+loads the whole model. `deepspeed.initialize` partitions it afterwards:
 
 - Integer codes are gathered exactly.
 - FP8 codes fail over gloo ("Invalid scalar type").
@@ -68,8 +69,8 @@ the whole model. `deepspeed.initialize` partitions it afterwards:
 **Tensor parallelism.** FP8 with one scale per row works. GPTQ is sliced along the wrong axis and
 fails. compressed-tensors fails during dispatch.
 
-**Layers on disk.** The load reads every tensor once. Each forward pass opens the file again for each
-tensor, and waits for it.
+**Layers on disk.** The load reads every tensor once. Each forward pass opens the file again for
+each tensor, and waits for it.
 """
 
 

@@ -8,7 +8,7 @@ __all__ = ["PLAIN", "VERSIONS", "PlainResult"]
 
 
 VERSIONS = (
-    "transformers 5.23.0 with accelerate 1.15.0, DeepSpeed 0.19.8, compressed-tensors 0.20.0, "
+    "transformers 5.23.0 with accelerate 1.15.0, DeepSpeed 0.19.8, compressed-tensors 0.20.0,\n"
     "gptqmodel 7.7.0, bitsandbytes 0.50.2, torchao 0.18.0, optimum-quanto 0.2.7, hqq 0.2.8"
 )
 

@@ -53,8 +53,8 @@ _EXPERTS = """
 (`experts.<n>.gate_proj`, `w1`, `w2`, `w3`, under `mlp`, `block_sparse_moe`, or a name that
 transformers renames), or fused, with codes in three dimensions. This covers Mixtral, Qwen2-MoE,
 Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe, Llama 4, Nemotron-H (whose experts have no
-gate), and other classes whose experts transformers fuses in its usual way. Each expert keeps its own
-quantized weights. Only routed experts compute, and only routed experts are read from disk.
+gate), and other classes whose experts transformers fuses in its usual way. Each expert keeps its
+own quantized weights. Only routed experts compute, and only routed experts are read from disk.
 
 Some checkpoints store a linear layer `gate_up_proj` as `gate_proj` and `up_proj`: gptqmodel does so
 for Phi-3 and GLM. Both become one `ConcatLinear`.
