@@ -76,7 +76,7 @@ def _memory_table(records: list[Record]) -> Table:
     note = (
         "Peak resident memory of a fresh process, what it had after its imports, and the bound: the "
         "parameters of one block in "
-        "float32, the hidden states of the calibration set in float32, and 400 MiB, imports included."
+        "float32, the hidden states of the calibration data in float32, and 400 MiB, imports included."
     )
     return Table(
         "Memory", note, ("method", "peak", "imports", "one block", "activations", "bound", "CPU"), rows

@@ -1,8 +1,7 @@
-"""What the system knows of a file: which file system it is on, which of its pages are in memory; and bringing
-pages in.
+"""File system types, page cache residency of files, and reads into the page cache.
 
-Everything degrades to "unknown" where the system cannot tell. Calls go through ctypes, which lets other
-threads run meanwhile (`mmap.madvise` does not).
+Functions return None or False if the system cannot tell. Calls go through ctypes, which lets other threads
+run meanwhile (`mmap.madvise` does not).
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from hfq.tensor_spec import ByteRange
 __all__ = ["WINDOW", "filesystem_type", "is_network", "populate", "resident_fraction"]
 
 WINDOW = 16 << 20
-"""Bytes that are brought in at once: large enough for a disk's full speed, small enough not to count in a
-process's memory.
+"""Bytes that are read into the page cache per step.
+
+It is large enough for a disk's full speed, and small compared with a process's memory.
 """
 
 _NETWORK = frozenset(
@@ -68,22 +68,21 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def is_network(path: str | os.PathLike) -> bool:
-    """Whether a file lies on a network file system, where page faults one by one are slow and many reads at
-    once are fast.
+    """Returns True if a file is on a network file system.
 
-    FUSE counts as network but for the ones that are known to be local. False where the system does not tell.
+    There, single page faults are slow, and many parallel reads are fast. FUSE counts as network, except for
+    types that are known to be local. False if the system does not tell.
     """
     kind = filesystem_type(path) or ""
     return kind in _NETWORK or ((kind == "fuse" or kind.startswith("fuse.")) and kind not in _LOCAL_FUSE)
 
 
 def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> str | None:
-    """The type of the file system that holds a file (`ext4`, `nfs4`, …), links followed; None where it is
-    unknown.
+    """Returns the type of a file's file system (`ext4`, `nfs4`, …), or None if unknown. Follows links.
 
     Args:
         path: The file, which need not exist.
-        mountinfo: The text of /proc/self/mountinfo; read where it is not given.
+        mountinfo: The text of /proc/self/mountinfo; None reads it.
     """
     if mountinfo is None:
         try:
@@ -106,9 +105,10 @@ def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> st
 
 
 def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
-    """The share of a range's pages that are in the page cache, 0 to 1; None where the system does not tell.
+    """Returns the share of a range's pages in the page cache, 0 to 1, or None if the system does not tell.
 
-    Linux tells the owner of a file, and who may write it: to others it calls every page resident.
+    Linux answers only the owner of a file and those who may write to it. For others every page is reported as
+    resident.
     """
     libc = _libc()
     if libc is None or not source.nbytes or not _may_ask(descriptor):
@@ -124,14 +124,14 @@ def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
 
 
 def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> None:
-    """Brings a range into the page cache by requests as large as the system takes, without adding to the
-    process's memory.
+    """Reads a range into the page cache with large requests, without adding to the process's memory.
 
     Args:
         descriptor: The open file.
         source: The range.
-        by_reading: Whether to read and throw away, as is best on a network file system; otherwise pages are
-            brought in through a map, which copies nothing, and are read only where the system cannot do that.
+        by_reading: True to read and discard, which suits network file systems. False to fault pages in
+            through
+            a map, which copies nothing; pages are read if the system cannot do that.
 
     Raises:
         CheckpointError: The file ends before the range does, or the disk fails.
@@ -148,9 +148,7 @@ def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> No
 
 
 def _fault_in(libc: Any, descriptor: int, window: ByteRange) -> bool:
-    """Whether the window's pages could be brought in through a map; False on a system that cannot (before
-    Linux 5.14).
-    """
+    """Returns True if the window's pages were faulted in through a map; needs Linux 5.14."""
     try:
         with _mapped(libc, descriptor, window) as (address, length):
             if not libc.madvise(address, length, _MADV_POPULATE_READ):
@@ -160,7 +158,7 @@ def _fault_in(libc: Any, descriptor: int, window: ByteRange) -> bool:
         return False
     if (
         number == errno.EFAULT
-    ):  # where touching the page would end the process by SIGBUS: the file was cut meanwhile
+    ):  # the file was truncated meanwhile, and touching the page would end the process by SIGBUS
         raise changed(window.file, f"{window.offset + window.nbytes} bytes", "a shorter file")
     if number in _DAMAGED:
         raise unreadable(window, OSError(number, os.strerror(number)))
@@ -192,7 +190,7 @@ def _may_ask(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def _mapped(libc: Any, descriptor: int, source: ByteRange) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of a passing read-only map of the pages that hold a range."""
+    """Yields (address, bytes) of a temporary read-only map of the pages that hold a range."""
     start = source.offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = source.offset + source.nbytes - start
     address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, start)
@@ -206,12 +204,12 @@ def _mapped(libc: Any, descriptor: int, source: ByteRange) -> Iterator[tuple[int
 
 @functools.cache
 def _libc() -> Any:
-    """The C library with the calls used here declared; None on another system than Linux."""
+    """Returns the C library with the calls used here declared, or None on a system other than Linux."""
     if sys.platform != "linux":
         return None
     libc: Any = ctypes.CDLL(None, use_errno=True)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    integer, offset = ctypes.c_int, ctypes.c_int64  # off_t is asked for in 64 bits by name
+    integer, offset = ctypes.c_int, ctypes.c_int64  # off_t has 64 bits in these functions
     libc.mmap = getattr(libc, "mmap64", libc.mmap)
     libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, integer, integer, integer, offset]
     libc.munmap.argtypes, libc.madvise.argtypes = [pointer, size], [pointer, size, integer]

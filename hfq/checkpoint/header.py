@@ -1,13 +1,14 @@
-"""Reads the header of a safetensors file with hard limits; nothing of a tensor is read.
+"""Reads and validates the header of a safetensors file, with hard limits; reads no tensor data.
 
-What is checked, each with an error of its own (format: https://github.com/huggingface/safetensors#format):
+Each check raises an error that names the file and the tensor (format:
+https://github.com/huggingface/safetensors#format):
 
 1. the file holds the 8 length bytes and the header they promise, within `HeaderLimits`
 2. the header is one UTF-8 JSON object that starts with `{`, without a duplicate key
 3. `__metadata__` maps strings to strings
-4. every tensor has exactly `dtype`, `shape`, `data_offsets`; a known dtype; a shape of non-negative integers
-   within limits
-5. names are printable, bounded in length, and name no path
+4. every tensor has exactly `dtype`, `shape`, and `data_offsets`; a known dtype; a shape of non-negative
+   integers within limits
+5. names are printable, bounded in length, and are no paths
 6. each tensor's bytes equal dtype × shape
 7. tensors neither overlap nor leave holes, and end exactly where the file ends
 """
@@ -33,7 +34,7 @@ _MAX_ELEMENTS = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Bounds on what a header may ask of its reader."""
+    """Limits on the size of a header."""
 
     header_nbytes: int = 32 << 20
     tensors: int = 500_000
@@ -43,9 +44,7 @@ class HeaderLimits:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: the tensors by name, the metadata, and the identity of the file it was read
-    from.
-    """
+    """A validated header: tensors by name, metadata, and the identity of its file."""
 
     file: str
     tensors: dict[str, TensorInfo]
@@ -59,7 +58,7 @@ class Header:
 
 
 class Readable(Protocol):
-    """What gives its bytes one after another, as a file does."""
+    """An object that returns its bytes in order, as a file does."""
 
     def read(self, nbytes: int, /) -> bytes: ...
 
@@ -73,11 +72,10 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
 
     Args:
         file: The file.
-        limits: What a header may ask for at most.
+        limits: Limits on the header.
 
     Raises:
-        CheckpointError: The file cannot be read, or one of the checks above fails; names the file and the
-            tensor.
+        CheckpointError: The file cannot be read, or a check fails; names the file and the tensor.
     """
     file = os.fspath(file)
     try:
@@ -98,13 +96,13 @@ def parse_header(
     identity: tuple[int, int, int],
     limits: HeaderLimits = HeaderLimits(),
 ) -> Header:
-    """Validates the JSON of a header that belongs to a file of this identity, (inode, size, mtime in ns).
+    """Validates the JSON of a header for a file of this identity: (inode, size, mtime in ns).
 
     Raises:
         CheckpointError: As `read_header`.
     """
     braces = raw.count(b"{")
-    if braces > 2 * limits.tensors + 2:  # before parsing, which costs many times the bytes
+    if braces > 2 * limits.tensors + 2:  # before parsing, which takes many times the memory of the bytes
         raise _damaged(file, "it holds too many tensors", f"at most {limits.tensors}", f"{braces} objects")
     entries = _parse(raw, file)
     metadata = _metadata(entries.pop("__metadata__", {}), file)
@@ -117,10 +115,10 @@ def parse_header(
 
 
 def open_regular(file: str | os.PathLike) -> BinaryIO:
-    """Opens a file for reading; a device or a pipe, which might never end, is refused.
+    """Opens a regular file for reading; devices and pipes, which might never end, raise an error.
 
     Raises:
-        OSError: The file cannot be opened, or is no regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
@@ -141,13 +139,13 @@ def _damaged(
 
 
 def read_raw(stream: Readable, file: str, size: int, limits: HeaderLimits = HeaderLimits()) -> bytes:
-    """The JSON of a header, from the start of a stream, of which nothing further is read.
+    """Returns the JSON of a header from the start of a stream, and reads no further.
 
     Args:
-        stream: The file, or what gives its bytes.
-        file: What it is called in messages.
+        stream: The file, or an object that returns its bytes.
+        file: Its name in messages.
         size: The bytes of the whole file.
-        limits: What a header may ask for at most.
+        limits: Limits on the header.
 
     Raises:
         CheckpointError: The file ends inside its header, or the header's length is out of bounds.

@@ -1,8 +1,7 @@
-"""Checkpoints without weights: texts and headers, of which a folder can be made that says all of a checkpoint
-but its values.
+"""Headers-only checkpoints: JSON files and safetensors headers, without tensor data.
 
-Such a folder has safetensors files of the true size with nothing behind their headers (they take no room on
-disk), and a marker, by which every reader and every load refuses it: zeros are never taken for weights.
+A folder of such a checkpoint holds sparse safetensors files of the true size, and a marker. Every reader
+raises an error for the marker, so that zeros are never used as weights.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from hfq.errors import CheckpointError
 __all__ = ["MARKER", "HeadersOnlyCheckpoint", "check_has_weights"]
 
 MARKER = "hfq-headers-only"
-"""The file that says that a folder has headers and no weights."""
+"""Name of the file that marks a folder without weights."""
 
 _SIZES = "sizes.json"
 
 
 @dataclass(frozen=True)
 class HeadersOnlyCheckpoint:
-    """What is known of a checkpoint without its weights.
+    """The JSON files and headers of a checkpoint.
 
     Attributes:
         texts: The bytes of each JSON file, by name.
-        heads: The first bytes of each safetensors file (length and header) and the size of the whole file, by
-            name.
+        heads: (the first bytes of the file: length and header, the size of the whole file), by name of each
+            safetensors file.
     """
 
     texts: Mapping[str, bytes]
@@ -41,14 +40,15 @@ class HeadersOnlyCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all safetensors files, weights included."""
+        """The bytes of all safetensors files, including weights."""
         return sum(size for _, size in self.heads.values())
 
     def write(self, folder: str | os.PathLike) -> None:
-        """Writes the files into a folder, which is marked first.
+        """Writes the marker and then the files into a folder.
 
         Raises:
-            CheckpointError: The folder cannot be written, or its file system takes no file of such a size.
+            CheckpointError: The folder cannot be written, or its file system does not support such large
+                files.
         """
         try:
             Path(folder, MARKER).write_text(
@@ -64,15 +64,15 @@ class HeadersOnlyCheckpoint:
                     stream.truncate(size)
         except OSError as error:
             raise CheckpointError(
-                "A folder for the headers of a checkpoint could not be written. Nothing was planned.",
+                "The folder for the headers of a checkpoint could not be written. Nothing was planned.",
                 file=folder,
                 expected="a writable folder on a file system with sparse files",
                 found=error.strerror,
-                fix="set TMPDIR to a folder on a local disk",
+                fix="Set TMPDIR to a folder on a local disk.",
             ) from error
 
     def pack(self) -> bytes:
-        """All of it as one archive, for `unpack`."""
+        """Returns one archive of everything, for `unpack`."""
         memory = io.BytesIO()
         with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
             archive.writestr(_SIZES, json.dumps({name: size for name, (_, size) in self.heads.items()}))
@@ -84,7 +84,7 @@ class HeadersOnlyCheckpoint:
 
     @classmethod
     def unpack(cls, packed: bytes) -> HeadersOnlyCheckpoint:
-        """What `pack` made.
+        """Returns the checkpoint of an archive.
 
         Raises:
             ValueError: It is damaged.
@@ -102,16 +102,16 @@ class HeadersOnlyCheckpoint:
 
 
 def check_has_weights(root: str | os.PathLike) -> None:
-    """Refuses a folder of headers.
+    """Raises an error for a folder without weights.
 
     Raises:
         CheckpointError: The folder has the marker.
     """
     if os.path.lexists(os.path.join(root, MARKER)):
         raise CheckpointError(
-            "This folder has the headers of a checkpoint and no weights. Nothing was loaded.",
+            "This folder holds headers without weights. Nothing was loaded.",
             file=root,
             expected="weights",
             found=MARKER,
-            fix="load the model itself: by its name on the hub, or from the folder that `hf download` made",
+            fix="Load the model by its Hub id, or from the folder that `hf download` created.",
         )

@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint folder: which file, which bytes. Every header is validated before any tensor is
-used.
-"""
+"""Tensors of a checkpoint folder as byte ranges; every header is validated before a tensor is used."""
 
 from __future__ import annotations
 
@@ -17,20 +15,20 @@ from hfq.tensor_spec import TensorInfo
 __all__ = ["JSON_LIMIT", "Checkpoint", "parse_json", "weight_map_of"]
 
 JSON_LIMIT = 256 << 20
-"""The most bytes of a JSON file that are read."""
+"""Most bytes of a JSON file."""
 
 _DANGEROUS_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint; it knows files and tensors, and no model.
+    """A validated checkpoint: files and tensors, without a model.
 
     Attributes:
         root: The folder.
-        config: `config.json`, or empty where there is none.
+        config: `config.json`, or empty without one.
         headers: The header of each file, by path.
-        tensors: Every stored tensor by its name on disk.
+        tensors: Every stored tensor by its checkpoint name.
     """
 
     root: str
@@ -45,17 +43,16 @@ class Checkpoint:
         variant: str | None = None,
         limits: HeaderLimits = HeaderLimits(),  # noqa: B008
     ) -> Checkpoint:
-        """Opens the checkpoint in a folder: `model.safetensors`, or the shards of
-        `model.safetensors.index.json`.
+        """Opens the checkpoint in a folder: `model.safetensors`, or the shards of its index.
 
         Args:
             root: The folder.
             variant: As in `from_pretrained`: `model.<variant>.safetensors`.
-            limits: Bounds on each header.
+            limits: Limits on each header.
 
         Raises:
-            CheckpointError: The folder, a shard or a header is missing or damaged, or a shard lies outside
-                the folder.
+            CheckpointError: The folder, a shard, or a header is missing or damaged, or a shard is outside the
+                folder.
         """
         root = Path(root)
         if not os.path.lexists(root):
@@ -64,15 +61,15 @@ class Checkpoint:
                 file=root,
                 expected="a folder with config.json and *.safetensors",
                 found="nothing",
-                fix="check the path; a model of the hub is named `organization/model`",
+                fix="Check the path. A model on the Hub is named `organization/model`.",
             )
         if not root.is_dir():
             raise CheckpointError(
-                "A checkpoint is a folder, and this is a file.",
+                "A checkpoint is a folder, but this is a file.",
                 file=root,
                 expected="a folder",
                 found="a file",
-                fix=f"pass its folder, {root.parent}",
+                fix=f"Pass its folder, {root.parent}.",
             )
         infix = f".{variant}" if variant else ""
         single, index = root / f"model{infix}.safetensors", root / f"model.safetensors.index{infix}.json"
@@ -96,12 +93,12 @@ class Checkpoint:
         root: str | os.PathLike | None = None,
         limits: HeaderLimits = HeaderLimits(),  # noqa: B008
     ) -> Checkpoint:
-        """Opens the checkpoint that consists of just these safetensors files.
+        """Opens the checkpoint that consists of these safetensors files.
 
         Args:
             files: The shards.
-            root: The folder that must contain them; by default the folder of the first.
-            limits: Bounds on each header.
+            root: The folder that must contain them; None means the folder of the first.
+            limits: Limits on each header.
 
         Raises:
             CheckpointError: As `open`.
@@ -111,7 +108,7 @@ class Checkpoint:
                 "A checkpoint has at least one file.",
                 expected="*.safetensors",
                 found="none",
-                fix="pass the checkpoint's files",
+                fix="Pass the checkpoint's files.",
             )
         root = Path(root) if root is not None else Path(files[0]).parent
         headers: dict[str, Header] = {}
@@ -127,7 +124,7 @@ class Checkpoint:
                     tensor=name,
                     found=tensors[name].range.file,
                     expected="each tensor in one shard",
-                    fix="remove the stale shard, or download the checkpoint again",
+                    fix="Remove the stale shard, or download the checkpoint again.",
                 )
             tensors |= header.tensors
         checkpoint = cls(str(root), {}, headers, tensors)
@@ -140,9 +137,7 @@ class Checkpoint:
         return sum(header.nbytes for header in self.headers.values())
 
     def side_file(self, name: str) -> dict | None:
-        """The JSON object of a side file of the folder (`quantize_config.json`, …), or None where it is
-        absent.
-        """
+        """Returns the JSON object of a side file (`quantize_config.json`, …), or None if it is absent."""
         path = Path(self.root) / name
         if not os.path.lexists(path):
             return None
@@ -150,7 +145,7 @@ class Checkpoint:
         return _read_json(path)
 
     def metadata(self) -> dict[str, str]:
-        """The `__metadata__` entries of all files, but for those on which two files disagree."""
+        """The `__metadata__` entries of all files, except those that differ between files."""
         merged: dict[str, str] = {}
         disputed: set[str] = set()
         for header in self.headers.values():
@@ -163,7 +158,9 @@ class Checkpoint:
 def _no_weights(root: Path) -> CheckpointError:
     found = sorted(entry.name for entry in root.iterdir())[:12]
     pickles = [name for name in found if name.endswith(_DANGEROUS_SUFFIXES)]
-    fix = "convert the checkpoint to safetensors; hfq never opens a pickle" if pickles else "check the path"
+    fix = "Check the path."
+    if pickles:
+        fix = "Convert the checkpoint to safetensors. hfq never opens a pickle."
     return CheckpointError(
         "The folder holds no safetensors checkpoint.",
         file=root,
@@ -185,10 +182,10 @@ def _read_json(path: Path) -> dict:
 
 
 def parse_json(raw: bytes, path: Path) -> dict:
-    """The JSON object of a file.
+    """Returns the JSON object of a file.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: The file holds no JSON object.
     """
     try:
         value = json.loads(raw.decode("utf-8"))
@@ -205,15 +202,15 @@ def _unreadable_json(path: Path, error: Exception) -> CheckpointError:
         file=path,
         expected="a JSON object",
         found=error,
-        fix="download this file again",
+        fix="Download this file again.",
     )
 
 
 def weight_map_of(value: dict, index: Path) -> dict[str, str]:
-    """The `weight_map` of an index: tensor → safetensors file, all of them within the folder.
+    """Returns the `weight_map` of an index: tensor → safetensors file, all inside the folder.
 
     Raises:
-        CheckpointError: There is none, or it names what is outside or no safetensors file.
+        CheckpointError: There is none, or it names a file outside the folder or not a safetensors file.
     """
     weight_map = value.get("weight_map")
     if (
@@ -226,7 +223,7 @@ def weight_map_of(value: dict, index: Path) -> dict[str, str]:
             file=index,
             expected="{tensor: file}",
             found=repr(weight_map)[:80],
-            fix="download this file again",
+            fix="Download this file again.",
         )
     for name in sorted(set(weight_map.values())):
         path = PurePosixPath(name)
@@ -238,7 +235,7 @@ def weight_map_of(value: dict, index: Path) -> dict[str, str]:
                 file=index,
                 found=repr(name),
                 expected="*.safetensors",
-                fix="convert the checkpoint to safetensors; hfq never opens a pickle",
+                fix="Convert the checkpoint to safetensors. hfq never opens a pickle.",
             )
     return weight_map
 
@@ -259,17 +256,17 @@ def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index:
             "The index and the shards disagree. Nothing was loaded.",
             file=index,
             problems=problems,
-            fix="download the checkpoint again",
+            fix="Download the checkpoint again.",
         )
 
 
 def _outside(file: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        "A file of the checkpoint lies outside its folder.",
+        "A file of the checkpoint is outside its folder.",
         file=file,
         found=repr(found),
         expected="a file inside the folder",
-        fix="put the real files into the folder; only the hub cache's own links are followed",
+        fix="Put the real files into the folder. Only links of the Hub cache are followed.",
     )
 
 
@@ -282,25 +279,28 @@ def _check_exists(root: Path, file: Path) -> None:
         raise CheckpointError(
             f"Shard {file.relative_to(root).as_posix()} is missing. Nothing was loaded.",
             file=file,
-            fix=_how_to_restore(root),
+            fix=f"Copy the file into the folder, or download it again with hf download {_name_on_hub(root)}.",
         ) from error
     except OSError:
         pass  # `read_header` reports the reason
 
 
-def _how_to_restore(root: Path) -> str:
-    """Returns the fix for a missing file; in the Hub cache, it names the repository and the commit."""
+def _name_on_hub(root: Path) -> str:
+    """Returns the repository and the commit of a folder in the Hub cache, or a placeholder."""
     folder = Path(os.path.abspath(root))
     for snapshot in (folder, *folder.parents):
         repository = snapshot.parent.parent.name
         if snapshot.parent.name == "snapshots" and repository.startswith("models--"):
             name = repository.removeprefix("models--").replace("--", "/")
-            return f"Download it again with hf download {name} --revision {snapshot.name}"
-    return "Copy the file into the folder, or download the checkpoint again with hf download ORG/MODEL."
+            return f"{name} --revision {snapshot.name}"
+    return "ORG/MODEL"
 
 
 def _check_contained(root: Path, file: Path) -> None:
-    """Raises an error unless a file resolves to a path in the folder or in the blobs of its Hub cache."""
+    """Raises an error for a shard that resolves outside the folder.
+
+    In the Hub cache a shard may resolve to the repository's blobs.
+    """
     resolved = Path(os.path.realpath(file))
     real_root = Path(os.path.realpath(root))
     snapshots = [folder for folder in real_root.parents if folder.name == "snapshots"]

@@ -1,6 +1,4 @@
-"""The read plan: every stored tensor's bytes, where they go while loading, and why. Pure data; nothing is
-read to make it.
-"""
+"""Source range and destination of every tensor, planned from file headers."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from hfq.tensor_spec import ByteRange, Segment, TensorInfo, segment_layout
 __all__ = ["BUFFER_ALIGNMENT", "ReadBuffer", "ReadPlan", "Request", "ModuleRead", "coalesce", "plan_reads"]
 
 BUFFER_ALIGNMENT = 256
-"""Each row of an arena starts at a multiple of so many bytes."""
+"""Alignment in bytes of each flat buffer in a read buffer."""
 
 _GAP = 64 << 10
 _MOST_BYTES = 16 << 20
@@ -24,14 +22,13 @@ _MOST_TARGETS = 512
 
 @dataclass(frozen=True, slots=True)
 class ReadBuffer:
-    """One stretch of memory that rows are read into.
+    """Memory that flat buffers are read into.
 
     Attributes:
         name: Its name in the plan.
         nbytes: Its size.
-        kind: `private` and `shared` (by the processes of a node) ones stay; a `staging` one is used again for
-            the next.
-        gap: Rows whose bytes in the file are no further apart than this are read by one request.
+        kind: `private` and `shared` (by the processes of a node) buffers stay; a `staging` buffer is reused.
+        gap: The most bytes between two tensors in a file that one request reads together.
     """
 
     name: str
@@ -42,16 +39,16 @@ class ReadBuffer:
 
 @dataclass(frozen=True)
 class ModuleRead:
-    """The tensors of one module, and what is done with them while loading.
+    """The tensors of one module, and their destination during the load.
 
     Attributes:
         name: The module's name in the model.
-        device: Where it rests once loaded.
-        how: `read` into an arena; `mapped`, used where it lies in the file; or left on `disk`.
+        device: The device that stores them after the load.
+        how: `read` into a buffer, `mapped` from the file, or left on `disk`.
         why: The reason, for people.
-        infos: Its stored tensors by local name.
-        buffer: For `read`: the arena's name.
-        offset: For `read`: where the row starts in the arena.
+        infos: The stored tensors, by checkpoint name.
+        buffer: For `read`: the name of the buffer.
+        offset: For `read`: the offset of the flat buffer in it.
     """
 
     name: str
@@ -64,19 +61,20 @@ class ModuleRead:
 
     @cached_property
     def layout(self) -> tuple[dict[str, Segment], int]:
-        """Where each tensor lies in the row, and the row's bytes."""
+        """The segments of the tensors in the flat buffer, and its bytes."""
         return segment_layout((local, info.dtype, info.shape) for local, info in self.infos.items())
 
     @property
     def position(self) -> tuple[str, int]:
-        """Where the row begins on disk."""
+        """File and offset of the first tensor on disk."""
         return min(((info.range.file, info.range.offset) for info in self.infos.values()), default=("", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One read: the bytes of `source`, in a row, to `targets`, each (offset in the arena or None for a gap,
-    bytes).
+    """One read of the contiguous bytes of `source` into `targets`.
+
+    Each target is (offset in the buffer, or None for a gap, bytes).
     """
 
     source: ByteRange
@@ -85,12 +83,13 @@ class Request:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What a load does with every tensor's bytes.
+    """The reads of a load, and the destinations of all tensors.
 
     Attributes:
-        reads: Each packed row, and each dense tensor that is mapped. A row that is not read and whose small
-            tensors are looked at while loading stands here twice.
-        buffers: By name, in the order in which they are filled.
+        reads: One entry for each quantized module and each mapped unquantized tensor. A module that is not
+            read
+            and whose small tensors are checked during the load has two entries.
+        buffers: The read buffers by name, in the order in which they are filled.
     """
 
     reads: tuple[ModuleRead, ...]
@@ -98,7 +97,7 @@ class ReadPlan:
 
     @cached_property
     def requests(self) -> dict[str, tuple[Request, ...]]:
-        """The reads that fill each arena, in the order of the files."""
+        """The reads that fill each buffer, in the order of the files."""
         return {
             name: tuple(_requests(self.reads_into(name), buffer.gap)) for name, buffer in self.buffers.items()
         }
@@ -110,17 +109,17 @@ class ReadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of all requests: what is needed, and the gaps that are read along."""
+        """The bytes of all requests, including gaps between tensors."""
         return sum(request.source.nbytes for requests in self.requests.values() for request in requests)
 
     @property
     def staging(self) -> int:
-        """The most bytes of memory that are taken only while loading."""
+        """The most bytes of memory that are allocated only during the load."""
         return max((buffer.nbytes for buffer in self.buffers.values() if buffer.kind == "staging"), default=0)
 
     @property
     def mapped(self) -> list[ByteRange]:
-        """The ranges that are used where they lie, in the order of the files, neighbours as one."""
+        """The mapped ranges, in the order of the files; neighbors are merged."""
         return coalesce(
             (info.range for read in self.reads if read.how == "mapped" for info in read.infos.values()), _GAP
         )
@@ -134,12 +133,12 @@ class ReadPlan:
         return found
 
     def reads_into(self, buffer: str) -> list[ModuleRead]:
-        """The rows that are read into an arena."""
+        """Returns the entries that are read into a buffer."""
         return self._reads_by_buffer[buffer]
 
     @cached_property
     def bytes_by_file(self) -> dict[str, int]:
-        """How many bytes of each file are read."""
+        """The bytes read from each file."""
         found: Counter[str] = Counter()
         for requests in self.requests.values():
             for request in requests:
@@ -147,7 +146,7 @@ class ReadPlan:
         return dict(found)
 
     def to_dict(self) -> dict:
-        """The plan as JSON-ready data."""
+        """Returns the plan as JSON-ready data."""
         return {
             "bytes_needed": self.bytes_needed,
             "bytes_read": self.bytes_read,
@@ -173,7 +172,7 @@ class ReadPlan:
         }
 
     def explain(self) -> str:
-        """The plan as a table for people, one line for each tensor."""
+        """Returns the plan as a table with one line per tensor."""
         lines = [
             f"{self.bytes_needed:,} bytes needed, {self.bytes_read:,} read in "
             f"{sum(map(len, self.requests.values()))} requests; "
@@ -208,13 +207,13 @@ class ReadPlan:
 def plan_reads(
     reads: Iterable[ModuleRead], buffers: Sequence[ReadBuffer], staging: int = 256 << 20
 ) -> ReadPlan:
-    """Lays the rows that are read into their arenas, in the order of the files.
+    """Assigns offsets in the buffers to all modules that are read, in the order of the files.
 
     Args:
-        reads: The rows; `buffer` names one of `buffers` in each that is read, and `offset` is set here.
-        buffers: The arenas in the order in which they are filled; `nbytes` is set here. A staging one becomes
-            as many batches as it takes, named `<name> 0`, `<name> 1`, ….
-        staging: The most bytes of a batch, if its rows are not larger themselves.
+        reads: The modules. `buffer` of each module that is read names one of `buffers`; `offset` is set here.
+        buffers: The buffers in the order in which they are filled; `nbytes` is set here. A staging buffer is
+            split into batches named `<name> 0`, `<name> 1`, ….
+        staging: The most bytes of a batch, unless one module is larger.
     """
     reads = list(reads)
     placed = list[ModuleRead]()
@@ -242,7 +241,7 @@ def plan_reads(
 
 
 def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
-    """The ranges in the order of the files, those that overlap or are at most `gap` bytes apart as one."""
+    """Returns the ranges in the order of the files; ranges at most `gap` bytes apart are merged."""
     found: list[ByteRange] = []
     for source in sorted(ranges, key=lambda source: (source.file, source.offset)):
         end = source.offset + source.nbytes
@@ -280,7 +279,7 @@ def _requests(reads: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
         if offset > end:
             targets.append((None, offset - end))
             end = offset
-        while nbytes:  # cut where a request is full
+        while nbytes:  # split where a request is full
             if len(targets) >= _MOST_TARGETS or end - start >= _MOST_BYTES:
                 yield Request(ByteRange(file, start, end - start), tuple(targets))
                 targets, start = [], end

@@ -40,14 +40,14 @@ _BLOCK = re.compile(r"((?:[^.]*\.)*?)([0-9]+)\.")
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What was written.
+    """Result of `reshard_checkpoint`.
 
     Attributes:
-        files: All files of the new folder.
+        files: Number of files in the new folder.
         nbytes: Their bytes.
-        decoder_layers: The numbered decoder_layers of the model, each in a shard of its own.
-        left_out: What the source folder holds beside the checkpoint and was not copied: pickles, folders,
-            other safetensors.
+        decoder_layers: Number of decoder layers, each in its own shard.
+        left_out: Files of the source folder that were not copied: pickles, folders, and other safetensors
+            files.
     """
 
     files: int
@@ -59,20 +59,19 @@ class ReshardReport:
 def reshard_checkpoint(
     source: Checkpoint, target: str | os.PathLike, progress: Callable[[int], None] | None = None
 ) -> ReshardReport:
-    """Writes a copy of a checkpoint with one shard per block; other readers of safetensors take it as any
-    sharded checkpoint.
+    """Writes a copy of a checkpoint with one shard per decoder layer, readable as any sharded checkpoint.
 
-    Everything or nothing is written: see `folder.write_folder`.
+    Everything or nothing is written: see `write_checkpoint.write_folder`.
 
     Args:
-        source: The checkpoint. The other files of its folder are copied too, but for pickles, indices and
+        source: The checkpoint. The other files of its folder are copied, too, except pickles, indices, and
             folders.
-        target: The folder to make: absent or empty, and outside the source.
+        target: The folder to create: absent or empty, and outside the source.
         progress: Called with the bytes of tensors copied since its last call.
 
     Raises:
-        CheckpointError: `target` is taken or lies in the source; the disk is short or unwritable; the source
-            changed meanwhile, or a file of its folder lies outside it.
+        CheckpointError: `target` is not empty or is inside the source; the disk is full or not writable; the
+            source changed meanwhile, or a file of its folder is outside it.
     """
     target = check_target(source, target)
     groups = _groups(source)
@@ -87,8 +86,9 @@ def reshard_checkpoint(
 
 
 def _groups(source: Checkpoint) -> dict[tuple[str, int], list[TensorInfo]]:
-    """The tensors of each shard in its order, by the block's path and number, which is negative outside of
-    decoder_layers.
+    """Returns the tensors of each shard, by the path and number of its decoder layer.
+
+    The number is negative for tensors outside of decoder layers.
     """
     groups: dict[tuple[str, int], list[TensorInfo]] = {}
     for info in sorted(source.tensors.values(), key=lambda info: (info.range.file, info.range.offset)):

@@ -1,14 +1,13 @@
-"""One copy of a checkpoint's bytes for all processes of a node, in shared memory, whatever becomes of any of
-them.
+"""One copy of a checkpoint's bytes in shared memory, for all processes of a node.
 
-The file of an arena is named by its user and by what it holds. It is filled under a temporary name and
-renamed when complete, so that a file under its own name can be used as it is, even after its filler was
-killed. A lock (`flock`, which ends with its process) says who needs it:
+The file is named after its user and its contents. It is filled under a temporary name and renamed when it is
+complete. So a file under its final name is complete, even if the process that filled it was killed. A lock
+(`flock`, which ends with its process) tells which processes use it:
 
-- the filler holds the exclusive lock on the temporary file; the others wait for it
-- every user holds the shared lock on the complete file; the last one to leave, who then gets the exclusive
-  one, removes it
-- a file of this user without any lock is left over, and is removed when the next arena is opened
+- the process that fills it holds the exclusive lock on the temporary file; the others wait for it
+- every user holds the shared lock on the complete file; the last one to leave gets the exclusive lock, and
+  removes the file
+- a file of this user without a lock is a leftover, and is removed when the next one is opened
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hfq.errors import PlacementError
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: there is nothing to share
+except ImportError:  # no POSIX system, hence no shared memory
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["SharedMemory", "is_abandoned"]
@@ -42,14 +41,15 @@ _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EROFS, err
 
 
 class SharedMemory:
-    """A private copy-on-write map of bytes that every process of the node shares until it writes to them.
+    """A private copy-on-write map of bytes that all processes of a node share until they write to them.
 
-    It is given up by `close`, or when its memory is not used any more, or when the process ends; the map
-    stays valid for who still holds a view of it.
+    It is released by `close`, when its memory is no longer used, or when the process ends. The map stays
+    valid
+    while a view of it exists.
 
     Attributes:
         memory: The map.
-        was_filled: Whether this process filled it.
+        was_filled: True if this process filled it.
     """
 
     def __init__(self, descriptor: int, path: Path, nbytes: int, was_filled: bool) -> None:
@@ -61,24 +61,24 @@ class SharedMemory:
     def open(
         cls, key: str, nbytes: int, fill: Callable[[memoryview], None], folder: str | os.PathLike = _FOLDER
     ) -> SharedMemory | None:
-        """The arena of this key: filled by the first process that asks, waited for by all others.
+        """Opens the shared memory of a key: the first process fills it, and all others wait.
 
         Args:
             key: A digest of everything that the bytes depend on.
             nbytes: The size, above 0.
-            fill: Writes all bytes into the memory it is given; whatever it raises is raised here, and nothing
-                is left behind.
+            fill: Writes all bytes into the memory it receives. Its error is raised here, and nothing is left
+                behind.
             folder: The folder of the node's shared memory.
 
         Returns:
-            The arena; or None, with a warning, where there is no room or no shared memory.
+            The shared memory; None, with a warning, if there is no room or no shared memory.
 
         Raises:
-            PlacementError: Another user's file is in the way.
+            PlacementError: A file of another user has this name.
         """
         if fcntl is None or not os.path.isdir(folder):
             logger.warning(
-                "hfq: no shared memory on this system; %d bytes are kept by each process for itself", nbytes
+                "hfq: this system has no shared memory; each process keeps its own %d bytes", nbytes
             )
             return None
         path = Path(folder, f"hfq-{os.getuid()}-{key}")
@@ -103,7 +103,7 @@ class SharedMemory:
 
     @classmethod
     def _join(cls, path: Path, nbytes: int) -> SharedMemory | None:
-        """The complete arena, if there is one and it was not removed meanwhile."""
+        """Returns the complete shared memory, or None if there is none or it was removed meanwhile."""
         try:
             descriptor = _open_own(path, os.O_RDWR)
         except FileNotFoundError:
@@ -123,7 +123,7 @@ class SharedMemory:
     def _make(
         cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]
     ) -> SharedMemory | None:
-        """The arena, filled here; or None after another process that was filling it has ended."""
+        """Returns the shared memory, filled here; None after another process that filled it has ended."""
         descriptor = _open_own(part, os.O_RDWR | os.O_CREAT)
         with contextlib.ExitStack() as undo:
             undo.callback(_release, descriptor)
@@ -131,7 +131,7 @@ class SharedMemory:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 time.sleep(
                     random.uniform(0, 0.01)
-                )  # several who waited for a filler that died must not get in step
+                )  # random, so that processes that waited for a killed one do not retry in step
                 return None
             undo.callback(_remove, descriptor, part)
             if not _is_at(descriptor, part) or os.path.lexists(path):
@@ -150,10 +150,10 @@ class _NoRoom(Exception):
 
 def _fill(descriptor: int, nbytes: int, fill: Callable[[memoryview], None]) -> None:
     try:
-        os.ftruncate(descriptor, 0)  # what a killed filler has left
+        os.ftruncate(descriptor, 0)  # the rest of a killed process
         os.posix_fallocate(
             descriptor, 0, nbytes
-        )  # a write beyond what there is room for would end the process
+        )  # a write beyond the available room would end the process by SIGBUS
     except OSError as error:
         if error.errno in _FULL:
             raise _NoRoom(error.strerror) from error
@@ -162,11 +162,11 @@ def _fill(descriptor: int, nbytes: int, fill: Callable[[memoryview], None]) -> N
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Opens a regular file of this user that nobody else may touch.
+    """Opens a regular file of this user that no other user can access.
 
     Raises:
         FileNotFoundError: There is none.
-        PlacementError: It is another user's, or no file.
+        PlacementError: It belongs to another user, or is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -189,12 +189,12 @@ def _foreign(path: Path, found: object, expected: object = None) -> PlacementErr
         file=path,
         found=found,
         expected=expected or f"a regular file of user {os.getuid()}, mode -rw-------",
-        fix='remove this file, or pass HfqConfig(cpu_memory="private")',
+        fix='Remove this file, or pass HfqConfig(cpu_memory="private").',
     )
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one of this name."""
+    """Returns True if the open file still has this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -215,8 +215,9 @@ def _remove(descriptor: int, path: Path) -> None:
 
 
 def _leave(descriptor: int, path: Path, owner: int) -> None:
-    """Gives up the lock; the last one out removes the file. A child of a fork, which shares its parent's
-    lock, leaves nothing.
+    """Releases the lock; the last process removes the file.
+
+    The child of a fork shares its parent's lock, and removes nothing.
     """
     if os.getpid() != owner:
         return
@@ -226,15 +227,13 @@ def _leave(descriptor: int, path: Path, owner: int) -> None:
 
 
 def _release(descriptor: int) -> None:
-    """Gives up the lock by name, since a map that something still refers to keeps a copy of the
-    descriptor.
-    """
+    """Unlocks explicitly, since a map that is still referenced keeps a copy of the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether a file of shared memory is this user's, and no process holds a lock on it."""
+    """Returns True if a file of shared memory belongs to this user, and no process locks it."""
     if fcntl is None:
         return False
     try:
@@ -248,9 +247,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def _clean(path: Path, part: Path) -> None:
-    """Removes this user's files that no process holds a lock on, but for the two that are about to be
-    used.
-    """
+    """Removes this user's unlocked files, except for the two that are about to be used."""
     for stale in path.parent.glob(f"hfq-{os.getuid()}-*"):
         if stale in (path, part):
             continue

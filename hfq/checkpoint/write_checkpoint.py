@@ -1,8 +1,8 @@
-"""Writes a checkpoint folder whole or not at all: beside its final name, its room taken first, synced,
-checked, then renamed.
+"""Writes a checkpoint folder completely or not at all.
 
-safetensors forbids holes between tensors, so headers are padded with spaces: a shard's data starts at a
-multiple of 4096 bytes.
+The folder is written under a temporary name next to the final one. Its room is allocated first; then it is
+synced, checked, and renamed. safetensors forbids holes between tensors, so headers are padded with spaces: a
+shard's data starts at a multiple of 4096 bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ANY_INDEX = re.compile(r".*\.(safetensors|bin)\.index(\..*)?\.json")
 
 @dataclass(frozen=True)
 class Made:
-    """Bytes that are made when they are written, so that no more than one of them is in memory."""
+    """Bytes that are computed when they are written, so that only one of them is in memory."""
 
     nbytes: int
     make: Callable[[], memoryview]
@@ -57,7 +57,7 @@ class Made:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write: its first bytes, then ranges of the source and what is made of it."""
+    """A file to write: its first bytes, then ranges of the source and bytes computed from it."""
 
     name: str
     head: bytes
@@ -79,23 +79,23 @@ def write_folder(
 ) -> int:
     """Writes a folder of files.
 
-    Everything is written to a temporary folder beside `target`, whose whole size is taken from the disk
-    first, then synced, checked, and renamed. Whatever fails or interrupts it leaves nothing behind.
+    Everything is written to a temporary folder next to `target`, whose whole size is allocated first. It is
+    then
+    synced, checked, and renamed. A failure or an interrupt leaves nothing behind.
 
     Args:
-        target: The folder to make, as `check_target` gives it.
-        source: The checkpoint that ranges are of.
-        files: What to write.
-        copied: Files of the source's folder to copy as they are (see `side_files`).
-        check: Called with the temporary folder before it gets its name; raises where it is not what it should
-            be.
+        target: The folder to create, as returned by `check_target`.
+        source: The checkpoint to which ranges refer.
+        files: The files to write.
+        copied: Files of the source's folder to copy unchanged (see `side_files`).
+        check: Called with the temporary folder before it is renamed; raises an error if the folder is wrong.
         progress: Called with the bytes of `files` written since its last call.
 
     Returns:
         The bytes of all files.
 
     Raises:
-        CheckpointError: The disk is short or unwritable, or the source changed meanwhile.
+        CheckpointError: The disk is full or not writable, or the source changed meanwhile.
     """
     others = [
         NewFile(Path(file).name, b"", (ByteRange(file, 0, header.nbytes),)) for file, header in copied.items()
@@ -120,17 +120,17 @@ def write_folder(
             file=target,
             expected=f"{needed} bytes of free space in a writable folder",
             found=f"{error.strerror}; {free} bytes were free",
-            fix="free space or choose another folder",
+            fix="Free space, or choose another folder.",
         ) from error
     sync_folder(target.parent)
     return needed
 
 
 def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
-    """The real path of a folder to make, which must be absent or empty, and outside the source.
+    """Returns the real path of a folder to create, which must be absent or empty, and outside the source.
 
     Raises:
-        CheckpointError: It is taken, lies in the source, or has no folder to be in.
+        CheckpointError: It is not empty, is inside the source, or its parent folder does not exist.
     """
     target = Path(os.path.realpath(target))
     if target.is_relative_to(os.path.realpath(source.root)):
@@ -139,7 +139,7 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
             file=target,
             expected=f"a folder outside {source.root}",
             found="a folder inside it",
-            fix="choose another folder",
+            fix="Choose another folder.",
         )
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir()) or os.path.ismount(target)):
         found = (
@@ -150,29 +150,32 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
             else "a file"
         )
         raise CheckpointError(
-            "The folder of the new checkpoint is taken. Nothing was written.",
+            "The folder of the new checkpoint cannot be used. Nothing was written.",
             file=target,
             expected="nothing, or an empty folder",
             found=found,
-            fix=f"choose a new folder, as {target / 'packed' if target.is_dir() else f'{target}-packed'}",
+            fix=f"Choose a new folder, for example "
+            f"{target / 'resharded' if target.is_dir() else f'{target}-resharded'}.",
         )
     if not target.parent.is_dir():
         raise CheckpointError(
-            "The new checkpoint has no folder to be in. Nothing was written.",
+            "The parent folder of the new checkpoint does not exist. Nothing was written.",
             file=target,
             expected=f"the folder {target.parent}",
             found="no such folder",
-            fix="make it, or choose another",
+            fix="Create it, or choose another folder.",
         )
     return target
 
 
 def in_order(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """The order of a shard's tensors in which each is aligned to its own element.
+    """Returns an order of a shard's tensors in which each is aligned to its element size.
 
-    Runs of tensors are sorted by the power of two, up to 16, that divides all sizes of a run, largest first:
-    so it divides the start of every tensor of the run, whatever lies before. Within a run it is no less than
-    the widest element.
+    Runs of tensors are sorted by the power of two, up to 16, that divides all sizes of a run, largest first.
+    So
+    it divides the start of every tensor of the run, regardless of the runs before. Within a run it is at
+    least
+    the widest element size.
     """
     modules: dict[str, list[TensorInfo]] = {}
     for info in infos:
@@ -191,12 +194,12 @@ def in_order(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
 
 
 def module_of(info: TensorInfo) -> str:
-    """The module that a tensor stands beside, by its name."""
+    """Returns the module of a tensor, from its name."""
     return info.name.rpartition(".")[0]
 
 
 def shard_head(infos: Iterable[TensorInfo], metadata: dict[str, str]) -> bytes:
-    """The header of a shard that holds these tensors in this order."""
+    """Returns the header of a shard that holds these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for info in infos:
@@ -212,7 +215,7 @@ def shard_head(infos: Iterable[TensorInfo], metadata: dict[str, str]) -> bytes:
 
 
 def index_file(shards: Mapping[str, Iterable[TensorInfo]]) -> NewFile:
-    """`model.safetensors.index.json` of the tensors of each shard."""
+    """Returns `model.safetensors.index.json` for the tensors of each shard."""
     weight_map = {info.name: shard for shard, infos in shards.items() for info in infos}
     total = sum(info.nbytes for infos in shards.values() for info in infos)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -220,8 +223,9 @@ def index_file(shards: Mapping[str, Iterable[TensorInfo]]) -> NewFile:
 
 
 def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
-    """The files to copy as they are, each as a header without tensors, which gives its identity; and what is
-    left out.
+    """Returns the files to copy unchanged, and the names that are left out.
+
+    Each file is given as a header without tensors, which holds its identity.
     """
     copied: dict[str, Header] = {}
     left_out = []
@@ -239,7 +243,7 @@ def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
                     file=path,
                     expected="a readable file",
                     found=error.strerror,
-                    fix="mend or remove this file",
+                    fix="Repair or remove this file.",
                 ) from error
             copied[str(path)] = Header(
                 str(path), {}, {}, 0, (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -249,9 +253,7 @@ def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
 
 
 def _reserve(folder: Path, files: Iterable[NewFile], is_enough: bool) -> None:
-    """Takes the whole room from the disk before anything is copied; where that cannot be done, the free space
-    must do.
-    """
+    """Allocates the whole size on the disk before anything is copied, or checks the free space."""
     for file in files:
         with open(folder / file.name, "xb") as stream:
             if file.nbytes and not _allocate(stream.fileno(), file.nbytes) and not is_enough:
@@ -290,11 +292,11 @@ def _made(part: Made, name: str) -> memoryview:
     data = part.make()
     if data.nbytes != part.nbytes:
         raise CheckpointError(
-            "A tensor was made of another size than its header says. Nothing was left behind.",
+            "A tensor has another size than its header says. Nothing was left behind.",
             file=name,
             expected=f"{part.nbytes} bytes",
             found=f"{data.nbytes} bytes",
-            fix="this is a fault in hfq: report it",
+            fix="This is a bug in hfq. Please report it.",
         )
     return data
 
@@ -309,14 +311,14 @@ def _chunks(parts: Iterable[ByteRange | Made]) -> Iterator[ByteRange | Made]:
 
 
 def _check_unchanged(watched: Checkpoint) -> None:
-    """A new reader compares each file with what was validated, even for an empty range."""
+    """Compares each file with its validated header by a new reader, even for an empty range."""
     reader = Reader(watched)
     for file in watched.headers:
         reader.read_into(ByteRange(file, 0, 0), memoryview(bytearray()))
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names durable, where the system can sync a folder."""
+    """Syncs the names in a folder to disk, if the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

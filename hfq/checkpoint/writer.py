@@ -1,4 +1,4 @@
-"""Writes a safetensors file atomically: a reader sees the old file or the whole new one, never a part."""
+"""Writes a safetensors file atomically: readers see the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CopiedBytes:
-    """Bytes of another checkpoint, which are read by chunks when they are written."""
+    """Bytes of another checkpoint, which are read in chunks when they are written."""
 
     reader: Reader
     source: ByteRange
@@ -32,7 +32,7 @@ class CopiedBytes:
         return self.source.nbytes
 
     def chunks(self) -> Iterator[memoryview]:
-        """The bytes, in one buffer that each chunk overwrites."""
+        """Yields the bytes in one buffer that each chunk overwrites."""
         buffer = memoryview(bytearray(min(_CHUNK_NBYTES, self.nbytes)))
         for done in range(0, self.nbytes, _CHUNK_NBYTES):
             part = ByteRange(
@@ -43,17 +43,17 @@ class CopiedBytes:
 
 
 StoredTensor = tuple[str, tuple[int, ...], memoryview | bytes | CopiedBytes]
-"""(safetensors dtype, shape, the bytes in C order)"""
+"""(safetensors dtype, shape, bytes in C order)"""
 
 
 def write_safetensors(
     path: str | os.PathLike, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Writes `tensors` in the order given, to a temporary file beside `path` that is synced and then renamed.
+    """Writes tensors in the given order to a temporary file next to `path`, which is synced and renamed.
 
     Args:
-        path: The file to make or replace.
-        tensors: (dtype, shape, bytes) by name. A module's tensors given in a row lie in a row on disk.
+        path: The file to create or replace.
+        tensors: (dtype, shape, bytes) by name. Consecutive tensors are contiguous on disk.
         metadata: `__metadata__`.
 
     Returns:
@@ -61,7 +61,8 @@ def write_safetensors(
 
     Raises:
         CheckpointError: A tensor's bytes do not match its dtype and shape (before anything is written), or
-            the disk is full or unwritable (nothing is left behind).
+            the
+            disk is full or not writable (nothing is left behind).
     """
     path = Path(path)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -81,13 +82,13 @@ def write_safetensors(
             file=path,
             found=error.strerror,
             expected=f"{8 + len(raw) + end} bytes of free space in a writable folder",
-            fix="free space or choose another folder",
+            fix="Free space, or choose another folder.",
         ) from error
     return 8 + len(raw) + end
 
 
 def _checked_header(path: Path, header: dict, nbytes: int, count: int) -> bytes:
-    """The header's JSON, which hfq itself would accept."""
+    """Returns the header's JSON, validated as hfq validates headers that it reads."""
     try:
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
@@ -105,12 +106,12 @@ def _unwritable(
     path: Path, why: str, expected: object, found: object, tensor: str | None = None
 ) -> CheckpointError:
     return CheckpointError(
-        f"The tensors cannot be stored so. Nothing was written: {why}",
+        f"The tensors cannot be stored. Nothing was written. Cause: {why}",
         file=path,
         tensor=tensor,
         expected=expected,
         found=found,
-        fix="pass each tensor's own dtype, shape and bytes, in a row, under a plain name",
+        fix="Pass each tensor's own dtype, shape, and contiguous bytes, under a plain name.",
     )
 
 

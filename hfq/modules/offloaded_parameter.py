@@ -149,7 +149,7 @@ def _guard(leaf: Any, name: str) -> Any:
 def _not_here(func: Any, name: str) -> PlacementError:
     module = name.rpartition(".")[0]
     return PlacementError(
-        f"{name or 'A weight'} is offloaded and cannot be read directly by "
+        f"{name or 'A parameter'} is offloaded and cannot be read directly by "
         f"{getattr(func, '__name__', func)}.",
         tensor=name if module else None,
         expected="a call of the module that owns the weight",

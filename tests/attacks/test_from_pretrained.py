@@ -52,7 +52,7 @@ def test_a_relative_path_that_is_not_there_is_named(name):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_file_in_place_of_a_folder_is_named(model, name):
-    with refused("this is a file", f"Fix: pass its folder, {model}", file=model / name):
+    with refused("this is a file", f"Fix: Pass its folder, {model}.", file=model / name):
         load(model / name)
 
 

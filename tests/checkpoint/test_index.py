@@ -88,7 +88,7 @@ def test_a_missing_shard_of_the_hub_cache_names_the_repository(tmp_path, dangles
     if dangles:
         (snapshot.parent.parent / "blobs").mkdir()
         (snapshot / SECOND).symlink_to("../../blobs/f00")
-    command = "Fix: Download it again with hf download org/some-model --revision abc"
+    command = "download it again with hf download org/some-model --revision abc"
     with refused(f"Shard {SECOND} is missing.", command, file=snapshot / SECOND):
         Checkpoint.open(snapshot)
 
@@ -141,7 +141,7 @@ def test_an_index_that_names_a_pickle_is_refused(tmp_path):
 
 def test_a_file_in_place_of_a_folder_is_refused_with_its_folder_as_the_fix(folder):
     with refused(
-        "folder, and this is a file", f"Fix: pass its folder, {folder}", file=folder / "model.safetensors"
+        "folder, but this is a file", f"Fix: Pass its folder, {folder}.", file=folder / "model.safetensors"
     ):
         Checkpoint.open(folder / "model.safetensors")
 

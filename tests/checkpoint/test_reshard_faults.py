@@ -23,7 +23,7 @@ def odd(tmp_path):
 def test_a_link_out_of_the_folder_is_refused(tmp_path, odd):
     (tmp_path / "secret").write_text("x")
     (Path(odd.root) / "notes.txt").symlink_to(tmp_path / "secret")
-    with refused("lies outside its folder"):
+    with refused("is outside its folder"):
         reshard_checkpoint(odd, tmp_path / "packed")
     assert_nothing_left(tmp_path, "secret")
 
@@ -40,7 +40,7 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, odd):
     (tmp_path / "full" / "mine").write_text("x")
     (tmp_path / "file").write_text("x")
     for name, found in (("full", "a folder with content"), ("file", "a file")):
-        with refused("is taken", f"found: {found}", file=tmp_path / name):
+        with refused("cannot be used", f"found: {found}", file=tmp_path / name):
             reshard_checkpoint(odd, tmp_path / name)
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "x"
     assert_nothing_left(tmp_path, "full", "file")
@@ -49,7 +49,7 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, odd):
 def test_a_mount_point_is_refused_before_the_wrong_disk_is_filled(tmp_path, odd, monkeypatch):
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
-    with refused("is taken", "found: a mount point", str(tmp_path / "disk" / "packed")):
+    with refused("cannot be used", "found: a mount point", str(tmp_path / "disk" / "resharded")):
         reshard_checkpoint(odd, tmp_path / "disk")
 
 
@@ -63,7 +63,7 @@ def test_a_target_within_the_source_is_refused(tmp_path, odd, inside):
 
 
 def test_a_target_without_a_parent_is_refused(tmp_path, odd):
-    with refused("no folder to be in", file=tmp_path / "none" / "packed"):
+    with refused("parent folder of the new checkpoint does not exist", file=tmp_path / "none" / "packed"):
         reshard_checkpoint(odd, tmp_path / "none" / "packed")
     assert_nothing_left(tmp_path)
 

@@ -132,7 +132,7 @@ def test_configs_are_checked_and_all_their_faults_told(tmp_path):
     told = [finding for finding in found if finding["section"] == "configs"]
     assert [finding["status"] for finding in told] == ["ok", "ok", "error", "error", "error", "error"]
     assert {finding["text"].partition(":")[0] for finding in told[2:]} == {"bad.json"}
-    assert "fix: set it to false" in run("--config", bad).stdout
+    assert "fix: Set it to false" in run("--config", bad).stdout
 
 
 def test_leftovers_are_told_and_removed(tmp_path):

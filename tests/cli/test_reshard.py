@@ -47,5 +47,5 @@ def test_a_taken_folder_is_an_error(tmp_path):
     (tmp_path / "mine").write_text("x")
     done = run(GPTQ, tmp_path)
     assert done.exit_code == 1
-    assert "is taken" in str(done.exception)
+    assert "cannot be used" in str(done.exception)
     assert [Path(file).name for file in tmp_path.iterdir()] == ["mine"]

@@ -179,7 +179,7 @@ def test_a_taken_folder_and_a_full_disk_leave_things_as_they_are(tmp_path, monke
     path = write(tmp_path / "source", "gptq-v1-w4-sym")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("x")
-    with refused("is taken", kind=CheckpointError):
+    with refused("cannot be used", kind=CheckpointError):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "taken", "gptq_v2")
 
     def allocate(*_):

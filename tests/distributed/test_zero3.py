@@ -162,7 +162,9 @@ def test_a_model_that_is_used_without_the_engine_or_copied_says_so(results):
             "PlacementError: A model that is sharded by ZeRO-3 was called without DeepSpeed's engine"
         )
         assert layer.startswith("PlacementError: model.layers.0.self_attn.q_proj is sharded by ZeRO-3")
-        assert weight.startswith("PlacementError: matmul was given a weight that is not in memory")
+        assert weight.startswith(
+            "PlacementError: A parameter is offloaded and cannot be read directly by matmul."
+        )
         assert copied.startswith("SetupError: A model that several ranks share cannot be copied.")
         assert all("Fix:" in text for text in found["none"]["early"])
 

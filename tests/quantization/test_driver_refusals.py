@@ -67,10 +67,16 @@ def test_a_recipe_survives_a_round_trip():
 def test_a_taken_folder_is_left_as_it_is(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("mine")
-    refused(CheckpointError, "is taken", tmp_path / "taken", SOURCE, RTN)
+    refused(CheckpointError, "cannot be used", tmp_path / "taken", SOURCE, RTN)
     assert [file.name for file in tmp_path.rglob("*")] == ["taken", "file"]
     refused(CheckpointError, "into its source", SOURCE / "within", SOURCE, RTN)
-    refused(CheckpointError, "no folder to be in", tmp_path / "no" / "folder", SOURCE, RTN)
+    refused(
+        CheckpointError,
+        "parent folder of the new checkpoint does not exist",
+        tmp_path / "no" / "folder",
+        SOURCE,
+        RTN,
+    )
 
 
 def test_without_a_method_nothing_is_done(tmp_path):

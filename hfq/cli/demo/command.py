@@ -59,7 +59,7 @@ def demo(
     baseline = _in_a_process(
         folder / "tiny-llama", folder / "tiny-llama" / "held_out.txt", "plain transformers"
     )
-    rows.append(baseline | {"checkpoint": "bf16, stock transformers"})
+    rows.append(baseline | {"checkpoint": "bf16, plain transformers"})
     print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
     if not all(row.get("bit_equal", True) for row in rows):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`hfq doctor MODEL`: its files, its dialects and kernels, and the disk that it rests on."""
+"""Findings of `hfq doctor MODEL` about the files, formats, kernels, and disk of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["checkpoint_findings", "disk_findings"]
 
 
 def disk_findings(folder: Path) -> Iterator[Finding]:
-    """The file system of a folder, its room, and what of the checkpoint is in the page cache."""
+    """Yields findings about the file system of a folder, its free space, and the page cache."""
     from hfq.checkpoint.filesystem import filesystem_type, is_network
     from hfq.checkpoint.memory_limit import available_memory
     from hfq.machine_profile.machine_limits import cached_share
@@ -24,7 +24,7 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
         shutil.disk_usage(folder if folder.exists() else Path()).free,
     )
     if is_network(folder):
-        fix = "a local copy streams faster; rows in CPU memory are read, not mapped"
+        fix = "Copy the checkpoint to a local disk. Weights in CPU memory are read, not mapped."
         yield Finding("disk", "warning", f"{kind}, a network file system; {free / 1e9:.1f} GB free", fix)
     else:
         yield Finding("disk", "ok", f"{kind}, {free / 1e9:.1f} GB free")
@@ -39,17 +39,17 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
             "disk", "ok", f"{share:.0%} of the checkpoint's {total / 1e9:.3g} GB are in the page cache"
         )
     if available is not None:
-        how = "through the page cache" if total <= available / 2 else "past the page cache"
-        yield Finding("disk", "ok", f"streamed whole, it would be read {how}")
+        how = "with buffered reads" if total <= available / 2 else "with direct reads"
+        yield Finding("disk", "ok", f"fully offloaded, it would be read {how}")
     if not _takes_direct_reads(files[0]):
-        text = "no direct reads here: what is streamed fills the page cache"
+        text = "no direct reads here: offloaded weights fill the page cache"
         yield Finding(
             "disk", "note", text, "put the checkpoint on a local disk to stream past the page cache"
         )
 
 
 def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
-    """Dialects, oddities, and which kernel multiplies by which modules."""
+    """Yields findings about the formats of a checkpoint, its oddities, and the kernels of its modules."""
     if path is None:
         return
     from hfq.checkpoint import Checkpoint

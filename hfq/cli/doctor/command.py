@@ -60,7 +60,7 @@ def doctor(
 
 
 def _findings(folder: Path, checkpoint: Path | None, configs: list[Path], clean: bool) -> Iterator[Finding]:
-    """All findings; `folder` is on the disk to look at."""
+    """Yields all findings; `folder` is on the disk to check."""
     from hfq.cli.doctor.checkpoint import checkpoint_findings, disk_findings
     from hfq.cli.doctor.machine import (
         device_findings,
@@ -81,7 +81,7 @@ def _findings(folder: Path, checkpoint: Path | None, configs: list[Path], clean:
 
 
 def version_findings() -> Iterator[Finding]:
-    """Versions of the packages that hfq meets, against those that it is tested with."""
+    """Yields the versions of related packages, compared with those that hfq is tested with."""
     import importlib.metadata
 
     for package, (oldest, newest) in TESTED.items():
@@ -112,7 +112,7 @@ def version_findings() -> Iterator[Finding]:
 
 
 def config_findings(files: list[Path]) -> Iterator[Finding]:
-    """What is wrong with configs, by the same refusals as a load's."""
+    """Yields the problems of configs, as a load would report them."""
     if not files:
         return
     from hfq.integrations.deepspeed.config_check import check_config
@@ -127,7 +127,7 @@ def config_findings(files: list[Path]) -> Iterator[Finding]:
 
 
 def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
-    """What killed runs have left beside the checkpoint, in hfq's cache and in shared memory."""
+    """Yields leftovers of killed runs next to the checkpoint, in hfq's cache, and in shared memory."""
     from hfq.checkpoint.cleanup import find_leftovers
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq"
@@ -144,7 +144,7 @@ def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of `2.13.0+cpu`."""
+    """Returns (2, 13, 0) for `2.13.0+cpu`."""
     parts = version.partition("+")[0].split(".")[:3]
     return tuple(int("".join(letter for letter in part if letter.isdecimal()) or 0) for part in parts)
 

@@ -1,4 +1,4 @@
-"""The lines of the report of `hfq doctor`."""
+"""Lines of the report of `hfq doctor`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: What it is about.
-        status: `ok`, `note`, `warning` or `error`.
-        text: What was found.
-        fix: What can be done about it; empty where nothing need be.
+        section: Heading of the line.
+        status: `ok`, `note`, `warning`, or `error`.
+        text: The finding.
+        fix: An action for the user; empty if none is needed.
     """
 
     section: str

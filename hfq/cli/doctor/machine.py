@@ -1,4 +1,4 @@
-"""`hfq doctor`: the environment, devices, kernels and compiled operators of this machine."""
+"""Findings of `hfq doctor` about the environment, devices, kernels, and compiled operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARED = "/dev/shm"
 
 
 def environment_findings(folder: Path) -> Iterator[Finding]:
-    """Processor, memory and what limits it, hfq's switches; no names of hosts, users or folders."""
+    """Yields processor, memory and its limits, and hfq's variables; no names of hosts, users, or folders."""
     from hfq.checkpoint.memory_limit import available_memory
     from hfq.machine_profile.machine_facts import machine_facts
 
@@ -50,7 +50,7 @@ def environment_findings(folder: Path) -> Iterator[Finding]:
 
 
 def device_findings() -> Iterator[Finding]:
-    """Accelerators that torch finds, with their memory."""
+    """Yields the accelerators that torch finds, with their memory."""
     import torch
 
     count = torch.cuda.device_count()
@@ -69,7 +69,7 @@ def device_findings() -> Iterator[Finding]:
 
 
 def kernel_findings() -> Iterator[Finding]:
-    """The kernels that can run, and why others cannot; the compiled one is built for it."""
+    """Yields the available kernels, and reasons for the others; builds the compiled kernel for this."""
     from hfq.kernels.registry import KERNELS, check_kernel
 
     check_kernel("auto")
@@ -85,8 +85,9 @@ def kernel_findings() -> Iterator[Finding]:
 
 
 def _compiler_fix() -> str:
-    """Returns the command that installs a compiler; empty if there is one, if it is not wanted, or if $CXX is
-    at fault.
+    """Returns the command that installs a compiler.
+
+    It is empty if there is one, if the kernel is disabled, or if $CXX is wrong.
     """
     from hfq.kernels.cpp.build import BuildError, CompilerNotFoundError, find_compiler
     from hfq.kernels.cpp.library import is_wanted
@@ -101,7 +102,7 @@ def _compiler_fix() -> str:
 
 
 def operator_findings() -> Iterator[Finding]:
-    """DeepSpeed's compiled operators: there, or the command that builds them."""
+    """Yields DeepSpeed's compiled operators, or the command that builds them."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         yield Finding("DeepSpeed operators", "note", "DeepSpeed is not installed")
@@ -127,7 +128,7 @@ def operator_findings() -> Iterator[Finding]:
 
 
 def _is_built(root: Path, name: str) -> bool:
-    """Whether an operator was compiled when DeepSpeed was installed, or on first use since."""
+    """Returns True if an operator was compiled at the installation of DeepSpeed, or on first use."""
     if any((root / "ops").rglob(f"*{name}_op*.so")):
         return True
     caches = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -144,7 +145,7 @@ def _has_header(name: str) -> bool:
 
 
 def _limit_of_group() -> int | None:
-    """The bytes that the control group of this process may take; None where there is no limit."""
+    """Returns the memory limit of this process's control group in bytes, or None without a limit."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(file).read_text(encoding="ascii").strip()

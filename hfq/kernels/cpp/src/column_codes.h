@@ -170,7 +170,8 @@ struct Words {
     }
 };
 
-// Unpacks CHUNK codes of W columns, or four codes of 8 * W columns of AWQ. An element has four codes of a column.
+// Unpacks CHUNK codes of W columns, or four codes of 8 * W columns of AWQ. An element has four codes of one
+// column.
 template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pitch, vb *out) {
     if constexpr (BITS == 0) {
         vu row[4];
