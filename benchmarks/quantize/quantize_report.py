@@ -121,7 +121,7 @@ def _quality_tables(records: list[Record]) -> list[Table]:
                     )
                 )
         note = (
-            f"Groups of 128, symmetric; the floats have {floats['perplexity']:.3f}. Each calibration set "
+            f"Groups of 128, symmetric; the floats have {floats['perplexity']:.3f}. Each calibration data "
             f"was drawn independently."
         )
         tables.append(Table(f"Perplexity of {model}", note, ("bits", "tool", "median", "each set"), rows))

@@ -39,7 +39,8 @@ shows the other placements.
 | unsupported | An error that names the layer, before any weight is read |
 
 ZeRO-3 tests use two CPU ranks ({ranks}).
-Three ranks and each storage device are tested with {sharded}.
+Three ranks and each storage device are tested with these formats:
+{sharded}.
 
 The last two columns show plain transformers **on a machine without a GPU**. Results on a GPU were
 not measured, and are better for several formats. Versions:
