@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate"]
+__all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate", "draw_chart"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Report:
     def write(self, folder: Path, name: str) -> None:
         """Writes `name`.md, `name`.json and, if matplotlib is installed, `name`.png."""
         folder.mkdir(parents=True, exist_ok=True)
-        plot = f"{name}.png" if _draw(self.chart, folder / f"{name}.png") else None
+        plot = f"{name}.png" if draw_chart(self.chart, self.facts, folder / f"{name}.png") else None
         (folder / f"{name}.md").write_text(self.to_markdown(plot), encoding="utf-8")
         (folder / f"{name}.json").write_text(self.to_json() + "\n", encoding="utf-8")
 
@@ -159,12 +160,21 @@ def as_rate(rate: float | None) -> str:
     return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
 
 
-def _draw(chart: ReportChart, file: Path) -> bool:
+def draw_chart(chart: ReportChart, facts: Mapping[str, str], file: Path) -> bool:
+    """Writes a chart with its model, machine, and date as a PNG file.
+
+    Returns:
+        False if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
     figure = Figure(layout="constrained")
     chart.draw(figure)
+    width = int(figure.get_size_inches()[0] * 17)  # letters of 6 points
+    said = [facts[name] for name in ("model", "models", "processor", "date") if name in facts]
+    caption = "\n".join(line for text in [" · ".join(said)] for line in textwrap.wrap(text, width)[:3])
+    figure.suptitle(caption, fontsize=6, color="gray")
     figure.savefig(file, dpi=120)
     return True

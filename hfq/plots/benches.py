@@ -9,7 +9,7 @@ from hfq.plots.fields import Fields
 from hfq.plots.section import Picture, Section
 from hfq.tables import Table
 
-__all__ = ["bench_section"]
+__all__ = ["bench_section", "read_chart"]
 
 
 def bench_section(fields: Fields) -> Section:
@@ -24,7 +24,7 @@ def bench_section(fields: Fields) -> Section:
         )
     tables = [_table(table) for table in fields.objects("tables")]
     targets = _targets(fields)
-    drawing = _chart(fields.object("chart"))
+    drawing = read_chart(fields.object("chart"))
     picture = Picture(
         "chart",
         drawing.title,
@@ -57,7 +57,12 @@ def _targets(fields: Fields) -> Table | None:
     )
 
 
-def _chart(chart: Fields) -> Chart | Lines | Scatter:
+def read_chart(chart: Fields) -> Chart | Lines | Scatter:
+    """Returns the chart of a recorded result.
+
+    Raises:
+        SetupError: A field is missing or has another type.
+    """
     kind = chart.text("kind")
     if kind == "Chart":
         groups = chart.texts("groups")

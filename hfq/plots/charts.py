@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +23,7 @@ class Chart:
     Attributes:
         title: The title.
         groups: Names of the groups.
-        series: Values by series, one for each group; None leaves a bar out.
+        series: Values by series, one for each group; None is drawn as "not available".
         line: Value of the line across all groups.
         scale: Scale of the values: `linear` or `log`.
     """
@@ -37,34 +38,55 @@ class Chart:
         """Draws the chart into an empty figure of matplotlib."""
         from matplotlib import rcParams
 
-        size = min(max(1.5 + 0.42 * len(self.groups) * len(self.series), 5.5), 14)
-        figure.set_size_inches(size, 4 + 0.2 * -(-len(self.series) // 4))
+        series = {
+            name: values for name, values in self.series.items() if any(value is not None for value in values)
+        }
+        size = min(max(1.5 + 0.42 * len(self.groups) * len(series), 5.5), 14)
+        figure.set_size_inches(size, 4.2 + 0.2 * -(-len(series) // 4))
         axes = figure.subplots()
-        width, colours = 0.8 / max(len(self.series), 1), rcParams["axes.prop_cycle"].by_key()["color"]
+        width, colours = 0.8 / max(len(series), 1), rcParams["axes.prop_cycle"].by_key()["color"]
         is_narrow = 72 * (size - 1) / max(len(self.groups), 1) * width < _LABEL_POINTS
-        for index, (name, values) in enumerate(self.series.items()):
-            places = [group + index * width for group, value in enumerate(values) if value is not None]
-            heights, style = (
-                [value for value in values if value is not None],
-                {"label": name, "align": "edge"},
-            )
+        for index, (name, values) in enumerate(series.items()):
             hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # repeated colors get a hatch
-            if not heights:
-                continue
-            bars = axes.bar(places, heights, width, color=colours[index % len(colours)], hatch=hatch, **style)
+            style = {"label": name, "align": "edge", "color": colours[index % len(colours)], "hatch": hatch}
+            shown = [
+                (group + index * width, value) for group, value in enumerate(values) if value is not None
+            ]
+            bars = axes.bar([place for place, _ in shown], [height for _, height in shown], width, **style)
             axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if is_narrow else 0, padding=2)
+            for group, value in enumerate(values):
+                if value is None:
+                    middle = group + (index + 0.5) * width
+                    axes.annotate(
+                        "not available",
+                        (middle, 0),
+                        xycoords=("data", "axes fraction"),
+                        xytext=(0, 3),
+                        textcoords="offset points",
+                        rotation=90,
+                        ha="center",
+                        va="bottom",
+                        fontsize=6,
+                        color="gray",
+                    )
         axes.margins(y=0.12)
         axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
         is_long = sum(map(len, self.groups)) > 9 * size  # too many letters to fit side by side
         tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
         axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups, **tilted)
         axes.set_yscale(self.scale)
-        axes.set_title(self.title)
+        axes.set_ylabel(_quantity(self.title), fontsize=8)
+        axes.set_title(self.title, fontsize=10)
         figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the chart as JSON-ready data."""
         return {"kind": "Chart"} | asdict(self)
+
+
+def _quantity(title: str) -> str:
+    """Returns the quantity that a title names: `a: b over c (lower is better)` → `b over c`."""
+    return re.sub(r" *\([^()]*\)$", "", title.rpartition(": ")[2])
 
 
 @dataclass(frozen=True)
