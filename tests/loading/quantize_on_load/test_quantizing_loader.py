@@ -291,7 +291,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
 def test_a_disk_without_room_is_found_before_anything_is_packed(folder, monkeypatch):
     usage = private.shutil.disk_usage(folder)
     monkeypatch.setattr(private.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"(?s)too little room.*1,000 bytes free.*offload_folder"):
+    with pytest.raises(CheckpointError, match=r"(?s)too little free space.*1,000 bytes free.*offload_folder"):
         load(SOURCE, {"": "disk"}, folder, method="fp8")
 
 
