@@ -1,4 +1,4 @@
-"""Search for leftovers of killed runs: temporary files and folders, and unused shared memory."""
+"""Leftovers of killed runs: temporary files and folders, and unused shared memory."""
 
 from __future__ import annotations
 

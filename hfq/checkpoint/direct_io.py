@@ -1,4 +1,4 @@
-"""Direct reads, which bypass the page cache, and reads without read-ahead, for offloading to disk."""
+"""Direct reads, which bypass the page cache, and reads without read-ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFiles:
-    """Two more descriptors for each file of a reader: for direct reads, and for reads without read-ahead.
+    """Descriptors for direct reads and for reads without read-ahead, two per file of a reader.
 
     They are opened from the reader's own descriptor. So they refer to the validated file, even if its name
     was removed or now belongs to another file.
@@ -64,7 +64,7 @@ class DirectFiles:
             self._reader.read_into(rest, target[done : source.nbytes])
 
     def read_scattered(self, source: ByteRange, target: memoryview) -> None:
-        """Reads the bytes of `source` into `target` without read-ahead, for single rows of large matrices.
+        """Reads the bytes of `source` into `target` without read-ahead, for rows of large matrices.
 
         Raises:
             CheckpointError: The file ends before the range does, or cannot be read.

@@ -1,4 +1,7 @@
-"""Execution of a read plan by several threads, without copies; the first error stops all of them."""
+"""Execution of a read plan by several threads, without copies.
+
+The first error stops all of them.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def fill_page_cache(
     by_reading: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Reads ranges into the page cache at full disk speed, so that maps of them need no page faults.
+    """Reads ranges into the page cache at full disk speed, which saves page faults of maps.
 
     Args:
         ranges: The ranges.
@@ -161,7 +164,7 @@ def _advise(reader: Reader, source: ByteRange, advice: str) -> None:
 
 
 def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | None) -> None:
-    """Runs tasks, each returning its number of bytes; no thread outlives the call, even on errors."""
+    """Runs tasks, each returning its number of bytes. No thread outlives the call."""
     pending = iter(tasks)
     lock = threading.Lock()
     errors = list[BaseException]()

@@ -78,7 +78,7 @@ def is_network(path: str | os.PathLike) -> bool:
 
 
 def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> str | None:
-    """Returns the type of a file's file system (`ext4`, `nfs4`, …), or None if unknown. Follows links.
+    """Returns the type of a file's file system (`ext4`, `nfs4`, …), or None if unknown.
 
     Args:
         path: The file, which need not exist.
@@ -105,7 +105,7 @@ def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> st
 
 
 def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
-    """Returns the share of a range's pages in the page cache, 0 to 1, or None if the system does not tell.
+    """Returns the share of a range's pages in the page cache, 0 to 1, or None if unknown.
 
     Linux answers only the owner of a file and those who may write to it. For others every page is reported as
     resident.
@@ -124,7 +124,7 @@ def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
 
 
 def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> None:
-    """Reads a range into the page cache with large requests, without adding to the process's memory.
+    """Reads a range into the page cache without adding to the process's memory.
 
     Args:
         descriptor: The open file.
@@ -204,7 +204,7 @@ def _mapped(libc: Any, descriptor: int, source: ByteRange) -> Iterator[tuple[int
 
 @functools.cache
 def _libc() -> Any:
-    """Returns the C library with the calls used here declared, or None on a system other than Linux."""
+    """Returns the C library with the calls used here declared, or None on other systems."""
     if sys.platform != "linux":
         return None
     libc: Any = ctypes.CDLL(None, use_errno=True)

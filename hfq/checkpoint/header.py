@@ -1,4 +1,4 @@
-"""Reads and validates the header of a safetensors file, with hard limits; reads no tensor data.
+"""Reads and validates the header of a safetensors file, with hard limits.
 
 Each check raises an error that names the file and the tensor (format:
 https://github.com/huggingface/safetensors#format):
@@ -115,7 +115,9 @@ def parse_header(
 
 
 def open_regular(file: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading; devices and pipes, which might never end, raise an error.
+    """Opens a regular file for reading.
+
+    Devices and pipes, which might never end, raise an error.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.

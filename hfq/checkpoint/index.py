@@ -1,4 +1,7 @@
-"""Tensors of a checkpoint folder as byte ranges; every header is validated before a tensor is used."""
+"""Tensors of a checkpoint folder as byte ranges.
+
+Every header is validated before a tensor is used.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ class Checkpoint:
         return sum(header.nbytes for header in self.headers.values())
 
     def side_file(self, name: str) -> dict | None:
-        """Returns the JSON object of a side file (`quantize_config.json`, …), or None if it is absent."""
+        """Returns the JSON object of a side file (`quantize_config.json`, …), or None."""
         path = Path(self.root) / name
         if not os.path.lexists(path):
             return None
@@ -271,7 +274,7 @@ def _outside(file: Path, found: str) -> CheckpointError:
 
 
 def _check_exists(root: Path, file: Path) -> None:
-    """Raises an error that names a shard missing from the folder, or whose link in the Hub cache dangles."""
+    """Raises an error that names a missing shard, or one whose link in the Hub cache dangles."""
     _check_contained(root, file)
     try:
         file.stat()

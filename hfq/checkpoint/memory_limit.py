@@ -23,7 +23,7 @@ _V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that can be allocated without swapping, or None if the system does not tell.
+    """Returns the bytes that can be allocated without swapping, or None if unknown.
 
     It is the least of MemAvailable and of the rest that each cgroup above this process leaves. The page cache
     counts as available, since the kernel reclaims it.
@@ -39,7 +39,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Yields the bytes that each limited cgroup leaves, from the one of this process to the mount point."""
+    """Yields the bytes left in each limited cgroup, from this process up to the mount point."""
     for mount, folder, files in _memory_cgroups(root):
         while True:
             left = _left(folder, files)

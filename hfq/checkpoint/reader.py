@@ -151,7 +151,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def identity(self, file: str) -> tuple[int, int, int]:
-        """Returns (inode, size in bytes, mtime in ns) of a file at the time its header was validated."""
+        """Returns (inode, bytes, mtime in ns) of a file when its header was validated."""
         return self._headers[file].identity
 
     def adopt(self, header: Header, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Copy of a checkpoint in which each decoder layer is one range of one file, for direct reads.
+"""Copy of a checkpoint with each decoder layer in one range of one file, for direct reads.
 
 safetensors forbids holes between tensors. So each decoder layer gets its own shard, whose header is padded
 with spaces. The copy has these properties:
@@ -59,7 +59,7 @@ class ReshardReport:
 def reshard_checkpoint(
     source: Checkpoint, target: str | os.PathLike, progress: Callable[[int], None] | None = None
 ) -> ReshardReport:
-    """Writes a copy of a checkpoint with one shard per decoder layer, readable as any sharded checkpoint.
+    """Writes a copy of a checkpoint with one shard per decoder layer.
 
     Everything or nothing is written: see `write_checkpoint.write_folder`.
 

@@ -41,7 +41,7 @@ _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EROFS, err
 
 
 class SharedMemory:
-    """A private copy-on-write map of bytes that all processes of a node share until they write to them.
+    """A private copy-on-write map of bytes that the processes of a node share.
 
     It is released by `close`, when its memory is no longer used, or when the process ends. The map stays
     valid
@@ -123,7 +123,10 @@ class SharedMemory:
     def _make(
         cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]
     ) -> SharedMemory | None:
-        """Returns the shared memory, filled here; None after another process that filled it has ended."""
+        """Returns the shared memory, filled here.
+
+        None after another process that filled it has ended.
+        """
         descriptor = _open_own(part, os.O_RDWR | os.O_CREAT)
         with contextlib.ExitStack() as undo:
             undo.callback(_release, descriptor)

@@ -1,4 +1,4 @@
-"""Unnamed files in memory or on disk, which the system removes when their reader or process ends."""
+"""Unnamed files in memory or on disk; the system removes them with their reader."""
 
 from __future__ import annotations
 

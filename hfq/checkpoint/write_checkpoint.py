@@ -127,7 +127,7 @@ def write_folder(
 
 
 def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
-    """Returns the real path of a folder to create, which must be absent or empty, and outside the source.
+    """Returns the real path of a folder to create: absent or empty, and outside the source.
 
     Raises:
         CheckpointError: It is not empty, is inside the source, or its parent folder does not exist.

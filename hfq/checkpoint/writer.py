@@ -49,7 +49,7 @@ StoredTensor = tuple[str, tuple[int, ...], memoryview | bytes | CopiedBytes]
 def write_safetensors(
     path: str | os.PathLike, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Writes tensors in the given order to a temporary file next to `path`, which is synced and renamed.
+    """Writes tensors in the given order to a temporary file, which is synced and renamed.
 
     Args:
         path: The file to create or replace.

@@ -29,7 +29,7 @@ def convert(
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
-    """Rewrites a checkpoint in another format without changing any weight, and checks every layer."""
+    """Rewrites a checkpoint in another format without changing any weight."""
     from hfq.checkpoint import Checkpoint
 
     report = _convert(Checkpoint.open(model_folder(model, revision)), out, to)

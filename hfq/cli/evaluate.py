@@ -88,7 +88,7 @@ def evaluate(
     as_json: AsJson = False,
     output_dir: OutputDir = None,
 ) -> None:
-    """Measures perplexity, divergence from a reference, bits per weight, size, and time of checkpoints."""
+    """Measures perplexity, divergence, bits per weight, size, and time of checkpoints."""
     from hfq.evaluation.evaluate import evaluate
 
     parse_device_map(device_map)

@@ -14,7 +14,9 @@ _PADDING = 3  # of one column: two spaces and a border
 
 
 class FittingTable:
-    """Table whose columns wrap between words; too narrow terminals get lines of `heading: value`.
+    """Table whose columns wrap between words.
+
+    Too narrow terminals get lines of `heading: value`.
 
     Args:
         headings: Headings of the columns.

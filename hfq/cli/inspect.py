@@ -35,7 +35,7 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every module.")] = False,
 ) -> None:
-    """Shows the format of each module, bits per weight, bytes per layer, alignment, and anything unusual.
+    """Shows formats, bits per weight, bytes per layer, alignment, and anything unusual.
 
     For a model on the Hub, only headers are downloaded.
     """

@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class LogitDistance:
-    """Equality of the logits of one prompt, and the distance of B's from A's (KL(A || B) in nats)."""
+    """Equality of the logits of one prompt, and their distance: KL(A || B) in nats."""
 
     tokens: int
     is_equal: bool

@@ -30,7 +30,7 @@ def perplexity(
     batch_size: int = 16,
     stride: int | None = None,
 ) -> float:
-    """Returns exp of the mean negative log-likelihood per token, given its window's earlier tokens.
+    """Returns exp of the mean negative log-likelihood per token.
 
     Args:
         model: Model that accepts `input_ids` and returns `logits`, like transformers' causal models.

@@ -174,6 +174,6 @@ def _panel(
 
 
 def _merged_name(name: str, stored: str) -> str | None:
-    """Returns the name of one expert's projection that transformers merges into a fused parameter."""
+    """Returns the name of an expert's projection that transformers merges."""
     found = expert_of(stored.rpartition(".")[0])
     return None if found is None else f"{name.rpartition('.')[0]}.{found[1]}.{found[2]}.weight"

@@ -1,1 +1,1 @@
-"""Measured rates of one machine, for the predictions of `hfq plan`, `hfq doctor`, and reports."""
+"""Measured rates of one machine, for predictions and reports."""

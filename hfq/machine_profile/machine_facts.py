@@ -1,4 +1,4 @@
-"""Facts about this machine: processor, memory, file system, versions, and date. No host names."""
+"""Facts about this machine: processor, memory, file system, versions, and date."""
 
 from __future__ import annotations
 

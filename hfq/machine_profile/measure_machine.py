@@ -217,7 +217,7 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def _device_rate() -> float | None:
-    """Returns the memory read rate of the first accelerator in bytes per second, or None without one."""
+    """Returns the memory read rate of the first accelerator in bytes per second, or None."""
     if not torch.cuda.is_available():
         return None
     values = torch.zeros(1 << 28, device="cuda")

@@ -15,7 +15,9 @@ __all__ = ["QuantizedEmbedding"]
 
 
 class QuantizedEmbedding(QuantizedModule):
-    """Replaces `nn.Embedding`; its codes are those of a linear layer [num_embeddings, embedding_dim].
+    """Replaces `nn.Embedding`.
+
+    Its codes are those of a linear layer [num_embeddings, embedding_dim].
 
     Args:
         name: The module's name in the model, for messages.
@@ -70,7 +72,7 @@ class QuantizedEmbedding(QuantizedModule):
         return rows[places].view(*tokens.shape, self.embedding_dim)
 
     def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of ascending tokens, each dequantized once, in panels of `row_multiple` rows."""
+        """Returns the rows of ascending tokens, dequantized in panels of `row_multiple` rows."""
         tensors, multiple = self.onloaded_tensors(), self.weight_format.row_multiple
         device = next(iter(tensors.values())).device
         rows = torch.empty(wanted.numel(), self.embedding_dim, dtype=self.dtype, device=device)

@@ -152,7 +152,9 @@ class QuantizedExperts(nn.ModuleList):
 
 
 class SortedExperts(QuantizedExperts):
-    """Replaces the experts of Llama 4, `forward(hidden_states)`; each expert receives every token.
+    """Replaces the experts of Llama 4, `forward(hidden_states)`.
+
+    Each expert receives every token.
 
     Tokens are already multiplied by the router's weight. It is zero for an expert that is not routed, and so
     is

@@ -49,12 +49,12 @@ def flat_layout(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, Segment], in
 
 
 def is_mappable(infos: Mapping[str, TensorInfo]) -> bool:
-    """Returns True if every tensor is aligned to its element size in the file, so that it can be mapped."""
+    """Returns True if every tensor is aligned to its element size in the file."""
     return all(info.range.offset % (DTYPE_BITS[info.dtype] // 8) == 0 for info in infos.values())
 
 
 def map_tensors(reader: Reader, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Returns zero-copy views of a module's tensors in the mapped checkpoint, by checkpoint name."""
+    """Returns views of a module's tensors in the mapped checkpoint, by checkpoint name."""
     return {name: map_tensor(reader, info) for name, info in infos.items()}
 
 

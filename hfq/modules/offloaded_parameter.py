@@ -100,7 +100,10 @@ class OffloadedParameter(nn.Parameter):
 
 
 class OffloadedValues(torch.Tensor):
-    """A result of an `OffloadedParameter` on meta, such as a view; computing with it is an error, too."""
+    """A result of an `OffloadedParameter` on meta, such as a view.
+
+    Computing with it is an error, too.
+    """
 
     name: str = "A parameter"
 
@@ -161,7 +164,7 @@ def _not_here(func: Any, name: str) -> PlacementError:
 
 
 def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
-    """Raises an error if an offloaded weight is moved: it is onloaded to the device it was loaded for.
+    """Raises an error if an offloaded weight is moved to another device.
 
     Raises:
         PlacementError: Another device is asked for.

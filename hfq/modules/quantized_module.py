@@ -1,4 +1,4 @@
-"""Base of all quantized modules: holds the stored tensors, and never a float copy of the weight."""
+"""Base of all quantized modules, which hold stored tensors and no float weight."""
 
 from __future__ import annotations
 
@@ -228,7 +228,10 @@ class QuantizedModule(nn.Module):
         return self._dequantized()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a copy of `weight` or `bias` for model code; other names are looked up in torch's way."""
+        """Returns a copy of `weight` or `bias` for model code.
+
+        Other names are looked up in torch's way.
+        """
         if name == "weight":
             return self._dequantized()
         return self._copied_bias() if name == "bias" else super().__getattr__(name)

@@ -15,7 +15,7 @@ __all__ = ["TensorCache"]
 
 
 class TensorCache:
-    """Tensors of a module, valid while its parameters stay the same objects at the same addresses.
+    """Tensors of a module, valid while its parameters are the same objects and addresses.
 
     Args:
         parameters: The module's parameters, taken before its tensors are looked up. So a parameter that
@@ -72,7 +72,7 @@ class TensorCache:
 
 
 def _forget(cache: weakref.ref[TensorCache], _: object) -> None:
-    """Drops the tensors together with a parameter that was freed, so that its memory is freed, too."""
+    """Drops the tensors when a parameter is freed, so that its memory is freed, too."""
     alive = cache()
     if alive is not None:
         alive._found = None

@@ -1,1 +1,1 @@
-"""Offloading with prefetch: onloads units of weights to their execution device while they compute."""
+"""Offloading with prefetch: units of weights are onloaded while they compute."""

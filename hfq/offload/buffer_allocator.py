@@ -1,4 +1,4 @@
-"""Offsets in the offload buffer of the unit that computes and of the units that are read next."""
+"""Offsets in the offload buffer of the computing unit and of the next units."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Source:
             self._has_warned = True
 
     def begin_pass(self) -> None:
-        """Checks that the files did not change since the load, and chooses the mode of the next pass.
+        """Checks that the files did not change, and chooses the mode of the next pass.
 
         Raises:
             CheckpointError: The inode, size, or modification time of a file changed.

@@ -1,4 +1,4 @@
-"""Spans as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open."""
+"""Spans as Chrome trace JSON, for https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 

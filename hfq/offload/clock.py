@@ -1,4 +1,4 @@
-"""Times of copies and computation on the host's clock, also for an accelerator that runs them later."""
+"""Times of copies and computation on the host's clock, also for an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies from pinned host memory to an accelerator, in order, while the accelerator computes."""
+"""Copies from pinned host memory to an accelerator while it computes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class CopyStream(Protocol):
 
 
 class CudaCopyStream:
-    """A separate CUDA stream with events; memory is pinned once, and nothing is allocated afterwards.
+    """A separate CUDA stream with events.
+
+    Memory is pinned once, and nothing is allocated afterwards.
 
     It follows the CUDA programming model and is tested with a simulated device. It has not run on a GPU.
     """

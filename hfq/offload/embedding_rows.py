@@ -1,4 +1,4 @@
-"""Reads of single embedding rows from disk: a forward pass needs one row per token, not the table."""
+"""Reads of single embedding rows from disk: one row per token, not the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _ROWS_PER_JOB = 64
 
 
 class EmbeddingTable:
-    """A table [rows, size] in a file; rows are cast to the parameter's dtype when they are looked up.
+    """A table [rows, size] in a file.
+
+    Rows are cast to the parameter's dtype when they are looked up.
 
     Args:
         name: The module's name in the model, for messages.

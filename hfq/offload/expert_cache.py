@@ -1,4 +1,4 @@
-"""Cache of routed experts: they are read when they are routed to, and kept within a limit of bytes."""
+"""Cache of routed experts, limited in bytes; experts are read when they are routed to."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ExpertCache:
         module.onload_device = device
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
-        """Starts to read modules that are not kept, in the order of their use, up to the limit of bytes."""
+        """Starts to read missing modules in the order of their use, up to the limit of bytes."""
         left = self.budget
         for module in modules:
             left -= _nbytes(module)

@@ -1,4 +1,4 @@
-"""Checks at the border of a unit: inputs without values, outputs in the offload buffer, unnamed errors."""
+"""Checks around a unit: inputs without values, outputs in the buffer, unnamed errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def refuse_meta(name: str, inputs: Sequence[object]) -> None:
 
 
 def own_outputs(outputs: Any, buffer: torch.Tensor) -> Any:
-    """Returns the outputs of a unit; views of its buffer, which another unit overwrites, are copied."""
+    """Returns the outputs of a unit.
+
+    Views of its buffer, which another unit overwrites, are copied.
+    """
     own = buffer.untyped_storage().data_ptr()
 
     def is_view(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Large host buffers: private, zeroed, aligned to 2 MiB, in huge pages if the system provides them.
+"""Large host buffers: private, zeroed, aligned to 2 MiB, in huge pages if possible.
 
 Direct reads into 4 KiB pages are much slower than into huge pages, since one request then carries few
 pages. The first write to small pages is slow, too. So a buffer is made once and reused.
@@ -22,7 +22,7 @@ _TOUCHES = ContextVar("touches", default=True)
 
 
 def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
-    """Returns a zeroed uint8 tensor [nbytes] at a multiple of 2 MiB, unmapped with its last view.
+    """Returns a zeroed uint8 tensor [nbytes] at a multiple of 2 MiB.
 
     Memory is allocated when it is first written, or here if `is_touched`. A read into memory that is not yet
     allocated is slower than a later one.
@@ -41,7 +41,7 @@ def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
 
 
 def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
-    """Returns the bytes of a buffer's mapping that are in huge pages, or None if the system does not tell."""
+    """Returns the bytes of a buffer's mapping in huge pages, or None if unknown."""
     address, is_inside = buffer.data_ptr(), False
     try:
         with open("/proc/self/smaps", encoding="utf-8") as lines:

@@ -1,4 +1,4 @@
-"""Lockstep: several forward passes that share every onloaded unit; each computes as it would alone.
+"""Lockstep: forward passes that share onloaded units; each computes as it would alone.
 
 Each job runs in a thread of its own and stops before every offloaded unit. A unit is onloaded once, and all
 jobs that wait for it compute with it, one after the other. Only one job runs at a time.
@@ -40,7 +40,7 @@ def _any_worker() -> Worker | None:
 
 
 def _forget_worker() -> None:
-    """Forgets the job in the child of a fork: no other jobs run there, and its thread computes normally."""
+    """Forgets the job in the child of a fork, where no other jobs run."""
     vars(_here).clear()
 
 
@@ -119,7 +119,7 @@ class Worker:
 
 
 class _Modes:
-    """torch's modes of the creating thread, to enter in another one: gradients, inference, and autocast."""
+    """torch's modes of the creating thread: gradients, inference, and autocast."""
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -188,7 +188,7 @@ def _serve(offloader: Offloader, workers: Sequence[Worker]) -> None:
 
 
 def _let_through(offloader: Offloader, worker: Worker, buffer: torch.Tensor) -> None:
-    """Runs a job through a unit, and through the units within it while the outer one keeps its buffer."""
+    """Runs a job through a unit and the units within it; the outer one keeps its buffer."""
     outside = worker.depth
     try:
         worker.resume(buffer)

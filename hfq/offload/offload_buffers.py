@@ -24,7 +24,7 @@ __all__ = ["AcceleratorBuffers", "HostBuffers", "OffloadBuffers"]
 
 
 class OffloadBuffers(ABC):
-    """Base of both kinds: an allocator, its memory, and the tickets of the units that have a place.
+    """Base of both kinds: an allocator, its memory, and the tickets of placed units.
 
     Args:
         layouts: The layout of each unit.
@@ -114,7 +114,7 @@ class OffloadBuffers(ABC):
         return self._region(unit)
 
     def check_out(self, unit: int) -> torch.Tensor:
-        """Returns a unit in separate memory, if the unit around it leaves no room in the offload buffer."""
+        """Returns a unit in separate memory, if the offload buffer has no room for it."""
         buffer = self._make(self.layouts[unit].nbytes)
         ticket = self.pool.submit(self._fill(unit, buffer))
         try:

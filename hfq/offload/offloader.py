@@ -1,4 +1,4 @@
-"""The offloader: keeps the unit that computes and the next unit on their device, and no other.
+"""The offloader: keeps only the computing unit and the next one on their device.
 
 Reader threads fill one end of the offload buffer while the unit at the other end computes, also across the
 end of a pass. So a forward pass takes the longer of reading and computing, not their sum.
@@ -70,7 +70,7 @@ class OffloadOptions:
 
 
 class Offloader:
-    """Wraps the forward of every unit, so that its offloaded weights are on `device` only during it.
+    """Wraps the forward of every unit, so that its weights are on `device` only during it.
 
     The wrapper replaces `module.forward`, as accelerate's hooks do, because torch's own hooks are skipped
     when
@@ -131,7 +131,7 @@ class Offloader:
         self._wrap_all(units, on_demand, root)
 
     def __deepcopy__(self, memo: dict) -> Offloader:
-        raise no_copy(f"{len(self.units)} streamed blocks")
+        raise no_copy(f"{len(self.units)} offloaded units")
 
     def close(self) -> None:
         """Joins the reader threads and closes their files; a later forward pass is an error."""
@@ -283,7 +283,7 @@ class Offloader:
         self._prefetch(outer)
 
     def _prefetch(self, kept: Sequence[int]) -> None:
-        """Starts to read the next units, as far as the units in use and those needed sooner leave room."""
+        """Starts to read the next units, as far as there is room."""
         kept = list(kept)
         if self._finalizer.alive:
             for index in self.prefetch_order.expected(len(self.units)):
@@ -292,7 +292,7 @@ class Offloader:
                 kept.append(index)
 
     def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
-        """Returns a module's tensors on the device, in new memory, from the checkpoint or host memory."""
+        """Returns a module's tensors in new memory on the device."""
         if not is_on_disk(module):
             return {local: tensor.to(self.device) for local, tensor in module.stored_tensors().items()}
         started, recorder = time.perf_counter(), self.recorder

@@ -9,7 +9,7 @@ __all__ = ["PrefetchOrder"]
 
 
 class PrefetchOrder:
-    """Order of the units in the last complete pass; before the first one, the order of the modules.
+    """Order of the units in the last complete pass, or of the modules before the first one.
 
     A pass is one forward of the whole model. The next pass is expected to follow immediately, so the last
     unit
@@ -35,7 +35,7 @@ class PrefetchOrder:
         self._next = 0
 
     def end(self, is_complete: bool) -> None:
-        """Marks the end of a forward pass of the whole model, and learns its order if it `is_complete`."""
+        """Marks the end of a whole forward pass, and learns its order if it `is_complete`."""
         recorded = self._recorded.pop(threading.get_ident(), [])
         if is_complete and recorded:
             self._order = recorded

@@ -18,7 +18,7 @@ _MOST_NBYTES = 1 << 30
 
 
 def measure_limit(source: Source, layouts: Sequence[UnitLayout]) -> float | None:
-    """Reads at most 1 GiB of the offloaded bytes with direct reads of eight threads, without computing.
+    """Reads at most 1 GiB of offloaded bytes with direct reads of eight threads.
 
     Returns:
         Bytes per second, or None if the file system has no direct reads or nothing is offloaded.

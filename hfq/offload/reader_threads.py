@@ -19,7 +19,7 @@ Job = Callable[[], None]
 
 
 class Ticket:
-    """One buffer that is being filled; it is done when all jobs are, and fails with their first error.
+    """One buffer that is being filled; it fails with the first error of its jobs.
 
     Args:
         jobs: Functions that fill the buffer, each safe to run in parallel with the others.
@@ -53,8 +53,7 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Drops the jobs that have not started, and waits for the others; then no thread writes to the
-        buffer.
+        """Drops the jobs that have not started, and waits for the others.
 
         It may be called again after an interrupt, and for a ticket whose jobs were only partly submitted.
         """
@@ -204,7 +203,7 @@ class _Clock:
 
 
 def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
-    """Runs in a thread of the pool; it refers to the pool's parts only, so that it keeps no model alive."""
+    """Runs in a thread of the pool, and refers only to the pool's parts."""
     while (ticket := jobs.get()) is not None:
         with clock:
             ticket.run_next()

@@ -1,4 +1,4 @@
-"""Records reads, copies, waits, and computation with their times, while a recording is active."""
+"""Records reads, copies, waits, and computation while a recording is active."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Recorder:
         self._copying = threading.Lock()
 
     def note(self, track: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
-        """Records a span between two times of `time.perf_counter`; a unit may be given by its number."""
+        """Records a span between two times of `time.perf_counter`; a unit may be a number."""
         self._notes.append((track, unit if isinstance(unit, str) else self._units[unit], start, end, nbytes))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
@@ -84,7 +84,7 @@ class Recorder:
         self._notes.append((track, name, start, self._clock.stamp_compute(), 0))
 
     def spans(self) -> list[Span]:
-        """Returns all spans so far in the order of their starts; waits for an accelerator to finish them."""
+        """Returns all spans so far in the order of their starts; waits for an accelerator."""
 
         def seconds(stamp: Any) -> float:
             return (stamp if isinstance(stamp, float) else self._clock.seconds(stamp)) - self._began

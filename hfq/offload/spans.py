@@ -8,12 +8,12 @@ from dataclasses import dataclass
 __all__ = ["TRACKS", "Span", "overlap_levels"]
 
 TRACKS = {
-    "pass": "a forward of the whole model",
+    "pass": "a forward pass of the whole model",
     "read": "a reader thread reads",
     "copy": "bytes are copied to the accelerator",
-    "wait": "a forward waits for its block",
-    "compute": "a streamed block computes",
-    "other": "a part that is not streamed computes",
+    "wait": "a forward pass waits for its unit",
+    "compute": "an offloaded unit computes",
+    "other": "a part that is not offloaded computes",
 }
 """Meaning of each track."""
 

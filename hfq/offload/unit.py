@@ -70,7 +70,7 @@ class UnquantizedParameter:
 
 @dataclass(frozen=True)
 class OffloadUnit:
-    """A module whose forward needs these offloaded weights, without another unit's forward in between."""
+    """A module whose forward needs these offloaded weights, and runs no other unit."""
 
     name: str
     module: nn.Module
@@ -78,7 +78,7 @@ class OffloadUnit:
     unquantized: tuple[UnquantizedParameter, ...]
 
     def moved(self, device: torch.device) -> tuple[QuantizedModule, ...]:
-        """Returns the quantized modules to onload to a device; the others are stored in memory it can use."""
+        """Returns the quantized modules to onload to a device."""
         return tuple(module for module in self.quantized if device.type != "cpu" or is_on_disk(module))
 
     def onload_to(self, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class Binding:
             self._return(before)
 
     def recover(self) -> None:
-        """Removes the views that an interrupted forward pass left: they would show another unit's bytes."""
+        """Removes the views of an interrupted pass, which would show another unit's bytes."""
         if self._offloaded or self._is_loaned:
             self._return(0)
 
@@ -167,7 +167,7 @@ class Binding:
                 weight.give(value)
 
     def _return(self, before: int) -> None:
-        """Puts the parts back on meta, so that a late use fails and does not read another unit's bytes."""
+        """Puts the parts back on meta, so that a late use fails."""
         while len(self._offloaded) > before:
             weight, parameter = self._offloaded[-1]
             weight.module._parameters[weight.local] = parameter

@@ -1,4 +1,4 @@
-"""Layout of a unit's tensors in one contiguous buffer, and the reads that fill it, as plain data."""
+"""Layout of a unit's tensors in one buffer, and the reads that fill it, as plain data."""
 
 from __future__ import annotations
 

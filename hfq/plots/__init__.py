@@ -1,1 +1,1 @@
-"""Pictures of what hfq's verbs and `hfq.report` wrote as JSON, as PNG files and as one HTML page."""
+"""Pictures of JSON results, as PNG files and as one HTML page."""

@@ -1,4 +1,4 @@
-"""The HTML page of `hfq plot`: one file without scripts or network access, for light and dark screens."""
+"""The HTML page of `hfq plot`: one file without scripts or network access."""
 
 from __future__ import annotations
 

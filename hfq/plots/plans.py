@@ -1,4 +1,4 @@
-"""Section for `hfq plan --json`: devices and limits, placement map, ZeRO-3, and alternatives."""
+"""Section for `hfq plan --json`: devices, placement map, ZeRO-3, and alternatives."""
 
 from __future__ import annotations
 

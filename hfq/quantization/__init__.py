@@ -1,1 +1,1 @@
-"""Quantization of float checkpoints: GPTQ, AWQ, and the driver that runs them layer by layer."""
+"""Quantization of float checkpoints: GPTQ, AWQ, and the driver of the layers."""

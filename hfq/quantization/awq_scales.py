@@ -54,7 +54,7 @@ class AwqQuantizer(DecoderLayerQuantizer):
     def run(
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
-        """Does the same as `DecoderLayerQuantizer.run`, and stores scaled norms and biases in `changed`."""
+        """Runs `DecoderLayerQuantizer.run`, and stores scaled norms and biases in `changed`."""
         seen, known = trace(self.decoder_layer, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
         groups = self._groups(seen, batches[0], calls[0])
         self.folds = {

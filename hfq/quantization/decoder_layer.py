@@ -208,7 +208,7 @@ class DecoderLayerQuantizer:
         trim_heap()
 
     def _weight(self, name: str) -> torch.Tensor:
-        """Returns the weight [out, in] from memory, or from the checkpoint if it is on the meta device."""
+        """Returns the weight [out, in] from memory or from the checkpoint."""
         layer = self.linears[name]
         held = tensors_of(layer)
         if held is not None:

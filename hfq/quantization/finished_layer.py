@@ -1,4 +1,4 @@
-"""One quantized decoder layer, computed from its float weights or restored from an earlier run."""
+"""One quantized decoder layer, computed now or restored from an earlier run."""
 
 from __future__ import annotations
 

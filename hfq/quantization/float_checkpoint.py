@@ -1,4 +1,4 @@
-"""The float checkpoint to quantize: a meta model, and the weights of one decoder layer at a time."""
+"""The float checkpoint to quantize: a meta model, and one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Source:
         return torch_dtype(self.stored(f"{decoder_layer}.{local}").dtype)
 
     def stored_module(self, name: str) -> str:
-        """Returns a layer's name in the checkpoint, or `name` if it is not stored, such as a tied head."""
+        """Returns a layer's name in the checkpoint, or `name` for a tied head."""
         weight = f"{name}.weight"
         is_stored = name in self._quantized or weight in self._match.unquantized
         return self.stored(weight).name.removesuffix(".weight") if is_stored else name

@@ -213,7 +213,7 @@ def _of_expert(
 def _candidates(
     decoder_layer: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace
 ) -> Iterator[Fold]:
-    """Yields norms whose output is the group's input, and then earlier linear layers, last first."""
+    """Yields norms before the group, and then earlier linear layers, last first."""
     inputs = seen.inputs[group[0]]
     channels = torch.arange(inputs.shape[-1])
     for name, module, output in seen.norms:

@@ -63,7 +63,7 @@ class TriangularMatrix:
             panel.addmm_(rows[:, start:stop].t(), rows[:, :stop])
 
     def divide(self, by: float | torch.Tensor) -> TriangularMatrix:
-        """Divides in place: everything by a number, or each column by its element of a vector [size]."""
+        """Divides in place by a number, or each column by its element of a vector [size]."""
         for _, stop, panel in self._spans():
             panel.div_(by[:stop] if isinstance(by, torch.Tensor) else by)
         return self
@@ -187,7 +187,7 @@ class TriangularMatrix:
         return rows
 
     def _keep(self, kept: torch.Tensor) -> None:
-        """Keeps only the rows and columns at these ascending places, in the memory of the first panels.
+        """Keeps only the rows and columns at these ascending places, in place.
 
         A row moves up by less than a panel. A panel's own rows have therefore been read before the panel is
         overwritten.

@@ -10,7 +10,7 @@ __all__ = ["predict_memory"]
 
 
 def predict_memory(loading: ModelLoader, rows: int, context: int) -> dict[str, int]:
-    """Predicts the bytes in the memory of each device: weights, offload buffer, KV cache, and activations.
+    """Predicts the bytes of weights, buffers, KV cache, and activations of each device.
 
     Args:
         loading: The load of the model.

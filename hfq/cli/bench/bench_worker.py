@@ -173,7 +173,7 @@ class BenchWorker:
         float(out.logits[0, -1, 0])  # an accelerator computes asynchronously
 
     def _predict(self, loading: ModelLoader, share: float | None) -> dict[str, Any] | None:
-        """Predicted seconds and bytes, in the form of the measured ones; None if ranks share the model."""
+        """Returns predictions in the form of the measurements, or None if ranks share the model."""
         if type(loading) is not ModelLoader:
             return None
         profile = read_profile()

@@ -66,9 +66,7 @@ def demo(
 
 
 def _in_a_process(path: Path, text: Path, placement: str) -> dict:
-    """Each placement in a fresh process, so that its peak memory is its own: forks of one that has imported
-    what they need.
-    """
+    """Runs each placement in a fork of a process with all imports, to measure its own memory."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_MEASURE])
     try:

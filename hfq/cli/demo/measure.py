@@ -1,6 +1,4 @@
-"""What `hfq demo` measures of one checkpoint in one placement; each process of the demo is a fork of one that
-has imported this.
-"""
+"""Measurements of `hfq demo` for one checkpoint in one placement."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ _EVALUATION_TOKENS = 8192
 
 
 def measure(path: Path, text: Path, placement: str) -> dict:
-    """Loads one checkpoint in one placement and measures it, in this process; meant for a process of its
-    own.
-    """
+    """Loads and measures one checkpoint in one placement, in this process."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Findings of `hfq doctor MODEL` about the files, formats, kernels, and disk of a checkpoint."""
+"""Findings about the files, formats, kernels, and disk of a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
 
 
 def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
-    """Yields findings about the formats of a checkpoint, its oddities, and the kernels of its modules."""
+    """Yields findings about the formats, oddities, and kernels of a checkpoint."""
     if path is None:
         return
     from hfq.checkpoint import Checkpoint

@@ -127,7 +127,7 @@ def config_findings(files: list[Path]) -> Iterator[Finding]:
 
 
 def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
-    """Yields leftovers of killed runs next to the checkpoint, in hfq's cache, and in shared memory."""
+    """Yields leftovers of killed runs: next to the checkpoint, in the cache, in shared memory."""
     from hfq.checkpoint.cleanup import find_leftovers
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq"

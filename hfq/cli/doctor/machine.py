@@ -21,7 +21,7 @@ _SHARED = "/dev/shm"
 
 
 def environment_findings(folder: Path) -> Iterator[Finding]:
-    """Yields processor, memory and its limits, and hfq's variables; no names of hosts, users, or folders."""
+    """Yields processor, memory limits, and variables; no names of hosts, users, or folders."""
     from hfq.checkpoint.memory_limit import available_memory
     from hfq.machine_profile.machine_facts import machine_facts
 
@@ -69,7 +69,7 @@ def device_findings() -> Iterator[Finding]:
 
 
 def kernel_findings() -> Iterator[Finding]:
-    """Yields the available kernels, and reasons for the others; builds the compiled kernel for this."""
+    """Builds the compiled kernel; yields available kernels, and reasons for the others."""
     from hfq.kernels.registry import KERNELS, check_kernel
 
     check_kernel("auto")
@@ -128,7 +128,7 @@ def operator_findings() -> Iterator[Finding]:
 
 
 def _is_built(root: Path, name: str) -> bool:
-    """Returns True if an operator was compiled at the installation of DeepSpeed, or on first use."""
+    """Returns True if an operator was compiled, at installation or on first use."""
     if any((root / "ops").rglob(f"*{name}_op*.so")):
         return True
     caches = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -145,7 +145,7 @@ def _has_header(name: str) -> bool:
 
 
 def _limit_of_group() -> int | None:
-    """Returns the memory limit of this process's control group in bytes, or None without a limit."""
+    """Returns the memory limit of this process's control group in bytes, or None."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(file).read_text(encoding="ascii").strip()

@@ -53,7 +53,7 @@ class Shard:
 
 
 class ShardFiller:
-    """Filler of shards that works in batches of bounded memory and checks small quantized tensors.
+    """Fills shards in batches of bounded memory, and checks small quantized tensors.
 
     Args:
         loading: The load.

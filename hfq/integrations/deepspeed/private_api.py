@@ -102,7 +102,7 @@ class Sharder:
     def new_parameter(
         self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
     ) -> nn.Parameter:
-        """Returns a parameter of this shape and dtype that holds one value and uses almost no memory."""
+        """Returns a parameter of this shape and dtype with one value and almost no memory."""
         blank = torch.zeros((), dtype=dtype, device=self.device).expand(shape)
         return nn.Parameter(blank, requires_grad=requires_grad)
 
@@ -259,7 +259,7 @@ def watch_forwards(model: nn.Module, check: Callable[[], None]) -> Callable[[], 
 
 
 def shard_status() -> Any:
-    """Returns the enum of a swapped shard's states: `AVAILABLE`, `NOT_AVAILABLE`, and `INFLIGHT`."""
+    """Returns DeepSpeed's enum of the states of a swapped shard."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     return PartitionedParamStatus

@@ -185,7 +185,7 @@ class Zero3Loader(ModelLoader):
         )
 
     def _is_sharded(self, name: str) -> bool:
-        """Returns True if a name is, or is tied to, a stored unquantized parameter that is not merged."""
+        """Returns True if a name belongs to a stored unquantized parameter that is not merged."""
         ties = self.model.all_tied_weights_keys
         group = {name, ties.get(name, name)} | {
             target for target, source in ties.items() if source == ties.get(name, name)

@@ -1,4 +1,4 @@
-"""FMS's config of a checkpoint: the architecture and its parameters, without the quantization."""
+"""FMS's config of a checkpoint: architecture and parameters, without quantization."""
 
 from __future__ import annotations
 

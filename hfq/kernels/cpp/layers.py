@@ -90,7 +90,7 @@ def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> Cpp
 def _check_kinds(
     weight_format: Format, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> None:
-    """Raises an error for a tensor whose bytes the compiled part would read as another dtype or shape.
+    """Raises an error for a tensor of another dtype or shape than its format allows.
 
     Raises:
         FormatError: A tensor is of another dtype or shape than its format allows.

@@ -1,1 +1,1 @@
-"""Textbook methods as plain functions. They write no checkpoints, and `hfq.quantize` does not use them."""
+"""Textbook methods as plain functions, which `hfq.quantize` does not use."""
