@@ -161,7 +161,7 @@ class ReadPlan:
                     "file": info.range.file,
                     "offset": info.range.offset,
                     "nbytes": info.nbytes,
-                    "home": read.device,
+                    "device": read.device,
                     "how": read.how,
                     "why": read.why,
                     "buffer": read.buffer,
@@ -183,7 +183,7 @@ class ReadPlan:
             f"{len(self.requests[buffer.name])} requests"
             for buffer in self.buffers.values()
         ]
-        cells = [("tensor", "file and bytes", "home", "goes to", "why")]
+        cells = [("tensor", "file and bytes", "device", "destination", "why")]
         for name, info, read, offset in self._tensors():
             file = info.range.file.replace("\\", "/").rpartition("/")[2]
             place = f"{read.buffer} + {offset:,}" if read.how == "read" else read.how

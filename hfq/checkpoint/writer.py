@@ -98,7 +98,7 @@ def _checked_header(path: Path, header: dict, nbytes: int, count: int) -> bytes:
     except CheckpointError as error:
         raise _unwritable(path, error.message, error.expected, error.found, error.tensor) from error
     except (TypeError, ValueError) as error:
-        raise _unwritable(path, "they are no JSON", "safetensors' types", error) from error
+        raise _unwritable(path, "They are not JSON.", "safetensors' types", error) from error
     return raw
 
 
