@@ -87,7 +87,7 @@ def _first_screen() -> str:
             ],
         ]
         rows.append((f"{name}, {sizes[weights]}", *(" / ".join(pair) for pair in pairs)))
-    header = ("hfq / plain", "cold load", "peak memory ÷ file size", "token, layers on disk")
+    header = ("hfq / plain", "cold load", "peak memory ÷ file size", "time per token, layers on disk")
     return _markdown(header, rows) + f"\n{_short_machine()}"
 
 
@@ -102,7 +102,7 @@ def _short_machine() -> str:
     disk = found["raw direct read, cold"].partition(" (")[0]
     return (
         f"{cores}, disk of {disk}, no GPU. *Plain* is transformers with accelerate.\n"
-        "It dequantizes FP8 on a CPU, and requires gptqmodel for GPTQ. Measured:\n"
+        "Plain transformers dequantizes FP8 on a CPU, and requires gptqmodel for GPTQ. Measured:\n"
         "[loading](docs/benchmarks/load.md), [offloading](docs/benchmarks/stream.md).\n"
     )
 

@@ -212,7 +212,7 @@ def explain_kernels(
         is_meant = kernel.computes_on(device) and (scheme is not None or not kernel.rounds)
         if not is_meant and kernel.name != preference:
             continue
-        reason = f"{chosen} comes first" if chosen else _reason_against(kernel, device, scheme)
+        reason = f"not used: {chosen} is preferred" if chosen else _reason_against(kernel, device, scheme)
         if reason is None and weight_format is not None:
             reason = kernel.refuses(weight_format, in_features, out_features)
         if (

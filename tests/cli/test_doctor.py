@@ -62,7 +62,7 @@ def test_it_tells_what_is_here_and_names_nobody(tmp_path):
         "leftovers",
     } == {finding["section"] for finding in found}
     assert (
-        "28 × gptq v1 int4 g128 sym by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)"
+        "28 × gptq v1 int4 g128 sym by torch (cpp: HFQ_DISABLE_CPP=1; reference: not used: torch is preferred)"
         in texts(found, "checkpoint")
     )
     assert "cpp does not run: HFQ_DISABLE_CPP=1" in texts(found, "kernels")

@@ -78,7 +78,7 @@ def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
             "scaled_mm",
             "it needs compute capability 9.0 or later, the device has 8.9",
         ),
-        ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "scaled_mm comes first"),
+        ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "not used: scaled_mm is preferred"),
         ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 7.5, the device has 7.0"),
     ],
 )

@@ -60,12 +60,12 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
     assert explain_kernels("auto", Gptq(5, is_planar=True), 256, 256) == {
         "cpp": "it does not read gptq's bit planes",
         "torch": None,
-        "reference": "torch comes first",
+        "reference": "not used: torch is preferred",
     }
     assert explain_kernels("reference", Fp8(), 256, 256) == {
         "reference": None,
-        "cpp": "reference comes first",
-        "torch": "reference comes first",
+        "cpp": "not used: reference is preferred",
+        "torch": "not used: reference is preferred",
     }
     assert "groups are more than" in explain_kernels("auto", Gptq(group_size=8), 1 << 14, 64)["cpp"]
 
