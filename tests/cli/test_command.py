@@ -72,10 +72,10 @@ def test_inspect_tells_dialect_bits_bytes_and_alignment(printed):
 
 def test_inspect_tells_which_kernel_multiplies_and_why_no_other(printed):
     report = json.loads(printed("inspect", GPTQ, "--kernels", "--json"))
-    reasons = {"cpp": "HFQ_DISABLE_CPP=1", "torch": None, "reference": "torch comes first"}
+    reasons = {"cpp": "HFQ_DISABLE_CPP=1", "torch": None, "reference": "not used: torch is preferred"}
     assert all(module["kernels"] == reasons for module in report["modules"])
     assert (
-        f"{len(report['modules'])} by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)"
+        f"{len(report['modules'])} by torch (cpp: HFQ_DISABLE_CPP=1; reference: not used: torch is preferred)"
         in " ".join(printed("inspect", GPTQ, "--kernels").split())
     )
 

@@ -194,6 +194,6 @@ def test_saved_adapters_give_an_unsharded_model_the_same_logits(case, results):
 def test_experts_are_refused_by_name_on_all_ranks(results):
     for found in results:
         assert found["experts"]["error"].startswith(
-            "SetupError: target_parameters names 'down_proj', which is packed"
+            "SetupError: target_parameters names 'down_proj', which is quantized"
         )
-        assert "Fix: name the attention layers" in found["experts"]["error"]
+        assert "Fix: Name the attention layers" in found["experts"]["error"]
