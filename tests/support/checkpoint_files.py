@@ -1,4 +1,4 @@
-"""Safetensors files written byte by byte, right or wrong, and the one form that every refusal must have."""
+"""Valid and damaged safetensors files, and the form that every error must have."""
 
 import contextlib
 import json
@@ -13,13 +13,14 @@ from hfq import CheckpointError, HfqError
 
 
 def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
-    """One tensor of a header."""
+    """Returns the header entry of one tensor."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
 def write_raw(path, header, data=b"", length=None):
-    """A file of just this header (a dict, or its bytes) and this data; `length` lies about the header's
-    length.
+    """Writes a file of this header (a dict, or its bytes) and this data.
+
+    `length` replaces the true length of the header.
     """
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
@@ -27,9 +28,7 @@ def write_raw(path, header, data=b"", length=None):
 
 
 def write_shards(folder, shards, weight_map=None):
-    """A folder of shards ({file: {tensor: value}}) with the index that describes them, or with
-    `weight_map`.
-    """
+    """Writes a folder of shards ({file: {tensor: value}}) with their index, or with `weight_map`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, values in shards.items():
         save_file({name: torch.tensor(value) for name, value in values.items()}, folder / file)
@@ -40,15 +39,13 @@ def write_shards(folder, shards, weight_map=None):
 
 
 def stored_bytes(info):
-    """The bytes of a stored tensor, read without hfq."""
+    """Returns the bytes of a stored tensor, read without hfq."""
     return Path(info.range.file).read_bytes()[info.range.offset : info.range.offset + info.range.nbytes]
 
 
 @contextlib.contextmanager
 def refused(*words, kind=CheckpointError, file=None, tensor=None):
-    """Demands one error of just this kind, in hfq's fixed form, that says these words and names this file and
-    tensor.
-    """
+    """Requires one error of exactly this class, in hfq's form, with these words, file, and tensor."""
     with pytest.raises(HfqError) as caught:
         yield caught
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, some of whose code reads the weights of its layers, packed as FP8."""
+"""Tiny FP8 models of many architectures; the code of some reads the weights of its layers."""
 
 import json
 import re
@@ -47,7 +47,7 @@ PIXELS = {"pixel_values": torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 3
 
 
 def write(folder, auto, kind: str, options: dict, packed: str):
-    """(a plain float32 model with the dequantized weights, the folder of its packed checkpoint)."""
+    """Returns (a float32 model with the dequantized weights, the folder of its quantized checkpoint)."""
     torch.manual_seed(5)
     model = auto.from_config(AutoConfig.for_model(kind, **options), dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():

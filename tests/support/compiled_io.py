@@ -1,10 +1,9 @@
-"""DeepSpeed's file I/O for the tests, compiled once for its and torch's versions:
-`python tests/support/compiled_io.py`, in some minutes.
+"""DeepSpeed's file I/O for the tests, compiled once per version of DeepSpeed and torch.
 
-DeepSpeed keeps one for all environments of a user, and compiles it anew when another environment asks: within
-a test, in each run of CI. Tests load what is compiled in a folder of their own as it is there, compile
-nothing, and skip what needs it where it is not. It takes libaio's headers (`apt-get install libaio-dev`) and
-a C++ compiler.
+`python tests/support/compiled_io.py` compiles it in some minutes. DeepSpeed keeps one build for all
+environments of a user, and compiles it again when another environment asks. So tests load a build from a
+separate folder, compile nothing, and are skipped without it. It needs libaio's headers
+(`apt-get install libaio-dev`) and a C++ compiler.
 """
 
 import os
@@ -32,7 +31,7 @@ def is_built() -> bool:
 
 
 def use() -> None:
-    """Has DeepSpeed load what is compiled there, in this process."""
+    """Makes DeepSpeed load the build in this process."""
     from torch.utils import cpp_extension
 
     cpp_extension.load = lambda name, **_: cpp_extension._import_module_from_library(

@@ -1,6 +1,4 @@
-"""A made-up accelerator: its memory is host memory, its copies and its computation run later, in two threads
-of their own.
-"""
+"""A simulated accelerator in host memory, whose copies and computation run later, in two threads."""
 
 import queue
 import random
@@ -13,7 +11,7 @@ TIMEOUT = 20
 
 
 class Stream:
-    """Does what it is given, in order, each after a random time."""
+    """Runs its tasks in order, each after a random time."""
 
     def __init__(self, seed: int) -> None:
         self._dice, self._work = random.Random(seed), queue.SimpleQueue()
@@ -42,7 +40,7 @@ class Stream:
 
 
 class FakeClock:
-    """Stamps that the threads of a `FakeLane` set when they come to them."""
+    """Stamps that the threads of a `FakeLane` set when they reach them."""
 
     def __init__(self, copies: Stream, computation: Stream) -> None:
         self._copies, self._computation = copies, computation
@@ -63,12 +61,12 @@ class FakeClock:
 
 
 class FakeLane:
-    """A `CopyStream` that keeps a log of what began and what was done: (what, first address, end), in their
-    order.
+    """A `CopyStream` with a log of starts and ends: (operation, first address, end), in their order.
 
     Args:
-        is_host_the_device: Whether the device computes in the thread that asks for it, as a model on the CPU
-            does; marks of copies are then waited for at once.
+        is_host_the_device: True if the device computes in the calling thread, as a model on the CPU does.
+            Marks
+            of copies are then waited for immediately.
     """
 
     def __init__(self, is_host_the_device: bool = False, seed: int = 0) -> None:
@@ -103,7 +101,7 @@ class FakeLane:
         self._copies.give(run)
 
     def compute(self, region: torch.Tensor, work) -> None:
-        """Gives the device something to compute from a region."""
+        """Submits computation on a buffer to the device."""
         serial = object()
         self.note("compute asked", region, serial)
 
@@ -114,7 +112,7 @@ class FakeLane:
         self._computation.give(run)
 
     def hold_computation(self, leave: threading.Event) -> None:
-        """Lets the device compute nothing until `leave` is set."""
+        """Stops the computation of the device until `leave` is set."""
         self._computation.wait_for(leave)
 
     def mark(self) -> threading.Event:
@@ -139,12 +137,12 @@ class FakeLane:
         return FakeClock(self._copies, self._computation)
 
     def close(self) -> None:
-        """Lets both threads finish what they were given."""
+        """Lets both threads finish their tasks."""
         self._copies.close()
         self._computation.close()
 
     def violations(self) -> list[str]:
-        """What the log shows of memory that was used too early."""
+        """Returns the uses of memory in the log that came too early."""
         reading, copying, computing, found = [], {}, {}, []
         asked_before: dict[object, set] = {}
         for what, first, end, serial in self.log:

@@ -1,6 +1,4 @@
-"""A hub in this process: models of local folders by the endpoints that huggingface_hub calls, with faults on
-demand.
-"""
+"""A Hub server in this process that serves local folders, with faults on demand."""
 
 import contextlib
 import hashlib
@@ -20,8 +18,8 @@ class FakeHub:
     Attributes:
         models: {name: folder}.
         answers: Every request for a file as (path, range, bytes of the body).
-        faults: Names of faults that are on: see `_Handler`.
-        token: The token that is asked for, if any.
+        faults: Names of active faults: see `_Handler`.
+        token: The required token; None for none.
     """
 
     def __init__(self, models):
@@ -40,7 +38,7 @@ class FakeHub:
 
 @contextlib.contextmanager
 def running(hub, monkeypatch):
-    """The hub as huggingface_hub's own: what HF_ENDPOINT sets when that is imported."""
+    """Makes the server the Hub of huggingface_hub, as HF_ENDPOINT would at its import."""
     thread = threading.Thread(target=hub.server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     constants = huggingface_hub.constants
@@ -59,7 +57,7 @@ def running(hub, monkeypatch):
 
 
 class _Server(ThreadingHTTPServer):
-    """A server that is silent when a client hangs up, as clients do after an error."""
+    """A server that prints nothing when a client disconnects, as clients do after an error."""
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exc_info()[1], ConnectionError):
@@ -68,7 +66,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # headers and body in one packet: the client waits 40 ms for a second one
+    wbufsize = 1 << 16  # headers and body in one packet, since the client waits 40 ms for a second one
 
     def log_message(self, *arguments):
         pass
@@ -88,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._file(name.replace("--", "/"), file)
 
     def do_HEAD(self):
-        """What huggingface_hub asks of a file before it downloads it whole."""
+        """Answers the request that huggingface_hub sends before it downloads a whole file."""
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
         name, commit, file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path).groups()
         data = (hub.models[name] / file).read_bytes()

@@ -1,4 +1,4 @@
-"""Layers in every layout that the compiled kernel claims, with odd sizes wherever the layout allows them."""
+"""Layers in every layout of the compiled kernel, with odd sizes if the layout allows them."""
 
 import ctypes
 import mmap
@@ -20,13 +20,14 @@ from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
 
-GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
+GPTQ_IN = 352  # no multiple of 64, and of 128 only if a layout needs it
 
 
 @dataclass(frozen=True)
 class Case:
-    """A format and the size of its layer; `scatter` shuffles the groups over the input, `uneven` makes some
-    larger than others.
+    """A format and the size of its layer.
+
+    `scatter` shuffles the groups over the input channels; `uneven` makes some groups larger than others.
     """
 
     format: Format
@@ -34,10 +35,10 @@ class Case:
     out_features: int
     scatter: bool = False
     uneven: bool = False
-    dtype: torch.dtype | None = field(default=None)  # of the scales, where not the format's own
+    dtype: torch.dtype | None = field(default=None)  # dtype of the scales, if not the format's own
 
     def make(self):
-        """(the format, resolved; tensors with random codes)"""
+        """Returns (the resolved format, tensors with random codes)."""
         generator = torch.Generator().manual_seed(3)
         weight = torch.randn(self.out_features, self.in_features, generator=generator) * 0.1 + 0.03
         tensors = self.format.quantize(weight)
@@ -156,9 +157,7 @@ CASES = {
 
 
 def misplaced(tensors: Mapping[str, torch.Tensor], shift: int) -> dict[str, torch.Tensor]:
-    """The same tensors, each so many bytes off an address of 64; perhaps not even aligned to its own
-    elements.
-    """
+    """Returns the same tensors at a byte offset from a multiple of 64, possibly unaligned to their elements."""
     moved = {}
     for name, tensor in tensors.items():
         nbytes = tensor.numel() * tensor.element_size()
@@ -172,7 +171,7 @@ def misplaced(tensors: Mapping[str, torch.Tensor], shift: int) -> dict[str, torc
 
 
 def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
-    """The same tensor in read-only pages, `left` bytes before one that ends the process if it is read."""
+    """Returns the same tensor in read-only pages, `left` bytes before a page that must not be read."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     size = -(-(len(data) + left) // mmap.PAGESIZE) * mmap.PAGESIZE
     memory, start = mmap.mmap(-1, size + mmap.PAGESIZE), size - left - len(data)

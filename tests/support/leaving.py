@@ -1,9 +1,8 @@
-"""Ends a rank's process without taking Python apart.
+"""End of a rank's process without Python's shutdown.
 
-torch's gloo threads let go of a collective's tensors some time after it is done. Where Python is being taken
-apart meanwhile, torch 2.13 ends the process: "terminate called without an active exception", since a
-destructor waits for Python's lock, which is no longer given. DeepSpeed keeps its process groups, and so their
-threads, whatever a script destroys.
+torch's gloo threads release the tensors of a collective some time after it is done. During Python's shutdown,
+torch 2.13 then ends the process with "terminate called without an active exception", since a destructor waits
+for Python's lock. DeepSpeed keeps its process groups and their threads until the end.
 """
 
 import atexit
@@ -13,7 +12,7 @@ from typing import NoReturn
 
 
 def leave() -> NoReturn:
-    """Does what is to be done at exit, and ends the process with code 0."""
+    """Runs the exit handlers, and ends the process with code 0."""
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)

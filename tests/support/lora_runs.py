@@ -1,6 +1,4 @@
-"""LoRA on the tiny models: loads, plain models of the same weights, and short runs that are compared bit for
-bit.
-"""
+"""Short LoRA runs on the tiny models and on plain models of the same weights, compared bit for bit."""
 
 from dataclasses import dataclass
 
@@ -21,7 +19,7 @@ TOKENS = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of some steps left behind."""
+    """Results of a run of some steps."""
 
     model: nn.Module
     losses: list[float]
@@ -29,9 +27,7 @@ class Run:
     adapters: dict[str, torch.Tensor]
 
     def is_equal(self, other: "Run") -> bool:
-        """Whether every loss, every gradient of the first step and every trained value is the same, bit for
-        bit.
-        """
+        """Returns True if all losses, gradients of the first step, and trained values are bit-identical."""
         pairs = ((self.first_grads, other.first_grads), (self.adapters, other.adapters))
         same = all(
             a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
@@ -44,7 +40,7 @@ def load(path="gptq", device_map=None, dtype=torch.float32, **options):
 
 
 def unpack(model: nn.Module) -> nn.Module:
-    """The same model with torch's own layers in the place of packed ones."""
+    """Returns the same model with torch's layers in place of quantized ones."""
     for name, packed in list(model.named_modules()):
         if isinstance(packed, QuantizedModule):
             model.set_submodule(name, _unpacked(packed))
@@ -105,7 +101,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def packed_bytes(model: nn.Module) -> dict[str, bytes]:
-    """The bytes of every packed tensor that is in memory."""
+    """Returns the bytes of every quantized tensor in memory."""
     return {
         f"{name}.{local}": tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Traps: what was opened meanwhile, and copies of the tiny checkpoints to spoil."""
+"""Copies of the tiny checkpoints that tests may change, and a record of opened files."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ sys.addaudithook(_record)
 
 @contextlib.contextmanager
 def opened_files():
-    """The real paths of all files that this process opens inside the block, in any way that Python knows."""
+    """Collects the real paths of all files that this process opens in the context."""
     _recordings.append([])
     try:
         yield _recordings[-1]
@@ -38,12 +38,12 @@ def load(path, **options):
 
 
 def copy_model(kind, folder):
-    """A copy of a tiny checkpoint (`gptq`, `fp8`, or `` for the dense one) that a test may spoil."""
+    """Returns a copy of a tiny checkpoint (`gptq`, `fp8`, or `` for the unquantized one)."""
     return shutil.copytree(DATA / f"tiny-llama-{kind}".rstrip("-"), folder / f"model-{kind}")
 
 
 def edit_config(folder, quantization=None, **changes):
-    """Lies in config.json: of the model, and of the quantization."""
+    """Changes values of config.json: of the model, and of the quantization."""
     config = json.loads((folder / "config.json").read_text())
     config |= changes
     config.get("quantization_config", {}).update(quantization or {})
@@ -52,9 +52,7 @@ def edit_config(folder, quantization=None, **changes):
 
 
 def shard_model(folder):
-    """Splits a model's only file into two shards, the first half of its tensors in the first; gives their
-    paths.
-    """
+    """Splits a model's file into two shards, the first half of its tensors first; returns their paths."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     files, names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)], sorted(tensors)
@@ -67,9 +65,7 @@ def shard_model(folder):
 
 
 def cache_model(folder, cache, subfolder=""):
-    """Moves a model into a hub cache as `o/n`, as links to blobs; gives what loads it from there, without the
-    network.
-    """
+    """Moves a model into a Hub cache as `o/n`; returns a function that loads it from there offline."""
     repository = cache / "models--o--n"
     snapshot, blobs = repository / "snapshots" / "abc" / subfolder, repository / "blobs"
     for place in (snapshot, blobs, repository / "refs"):

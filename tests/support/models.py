@@ -1,4 +1,4 @@
-"""Loads models through hfq and runs them once, for every test that does not look at how."""
+"""Loads of models through hfq, and single forward passes, for all tests that do not test these."""
 
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,16 @@ def load(
     offload_folder: Path | None = None,
     **options: Any,
 ) -> Any:
-    """Loads a checkpoint by `from_pretrained`, whose arguments those before `options` are.
+    """Loads a checkpoint by `from_pretrained`.
 
     Args:
         path: A checkpoint.
-        device_map: Of modules, or "auto"; all weights are in CPU memory by default.
+        device_map: Map of modules, or "auto"; None puts all weights in CPU memory.
         cls: The class whose `from_pretrained` is called.
-        dtype: Of activations; that of the checkpoint if None.
+        dtype: Dtype of activations; None for that of the checkpoint.
         max_memory: Limits of an automatic device map.
-        offload_folder: Where quantize on load keeps its files.
-        options: Of `HfqConfig`.
+        offload_folder: Folder for the files of quantize on load.
+        options: Options of `HfqConfig`.
     """
     arguments = {"dtype": dtype, "max_memory": max_memory, "offload_folder": offload_folder}
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -41,7 +41,7 @@ def load(
 
 
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of one forward pass without gradients.
+    """Returns the logits of one forward pass without gradients.
 
     Args:
         model: A causal language model.

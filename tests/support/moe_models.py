@@ -1,6 +1,4 @@
-"""Tiny mixtures of experts under every naming scheme that their checkpoints have, packed by hfq's own
-formats.
-"""
+"""Tiny mixtures of experts under every naming scheme of their checkpoints, in hfq's formats."""
 
 import json
 import re
@@ -89,21 +87,22 @@ FAMILIES = {
     "glm4_moe": {**DEEPSEEK, "first_k_dense_replace": 0},
     "ernie4_5_moe": {**QWEN, "moe_num_experts": EXPERTS, "moe_k": CHOSEN, "moe_layer_start_index": 0},
 }
-"""Further families, with the sizes that their configs take."""
+"""Further model families, with the sizes in their configs."""
 SPLIT = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint names what transformers names otherwise.
+    """Names in a checkpoint that differ from those in transformers.
 
     Attributes:
-        id: What a test calls it.
+        id: Name in test ids.
         model: The model, a key of `MODELS`.
-        weight_format: What its linear layers are packed as.
+        weight_format: Format of its linear layers.
         config: Its quantization_config.
         renamed: Parts of names: in the model → in the checkpoint.
-        projections: gate, up and down of one expert; or gate_up and down; a name with a `*` is fused over all
+        projections: gate, up, and down of one expert; or gate_up and down. A name with a `*` is fused over
+            all
             experts.
     """
 
@@ -117,9 +116,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint in memory: its tensors, and the state of a plain model of the weights that they stand
-    for.
-    """
+    """A checkpoint in memory: its tensors, and the state of a plain model with the same weights."""
 
     scheme: Scheme
     tensors: dict[str, torch.Tensor]
@@ -145,7 +142,7 @@ def model_config(model: str):
 
 
 def plain_model(model: str, state: dict[str, torch.Tensor] | None = None):
-    """A float32 model without hfq: random, or of a state."""
+    """Returns a float32 model without hfq, random or with this state."""
     torch.manual_seed(11)
     plain = AutoModelForCausalLM.from_config(model_config(model)).eval()
     if state is None:
@@ -158,7 +155,7 @@ def plain_model(model: str, state: dict[str, torch.Tensor] | None = None):
 
 
 def pack(scheme: Scheme, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(the tensors of a packed weight, the weight that they stand for)."""
+    """Returns (the tensors of a quantized weight, the weight that they represent)."""
     tensors = scheme.weight_format.quantize(weight)
     if isinstance(scheme.weight_format, Unquantized):
         return tensors, weight
@@ -170,9 +167,7 @@ def pack(scheme: Scheme, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor],
 def write(
     scheme: Scheme, is_quantized: Callable[[str], bool] = lambda name: name.endswith("_proj")
 ) -> Written:
-    """The checkpoint of a random model: all experts, and every other layer for whose name in the model
-    `is_quantized` holds.
-    """
+    """Returns the checkpoint of a random model, with experts and the layers that `is_quantized` selects."""
     state = {name: tensor.detach().clone() for name, tensor in plain_model(scheme.model).state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -194,11 +189,9 @@ def in_checkpoint(scheme: Scheme, name: str) -> str:
 
 
 def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, local: str) -> None:
-    """Stores one fused parameter of the model as the scheme does, and puts what it then stands for into the
-    state.
-    """
+    """Stores one fused parameter as the scheme does, and puts the represented weight into the state."""
     path, fused = in_checkpoint(scheme, module), state[f"{module}.{local}"]
-    if local.endswith("_bias"):  # gpt-oss alone
+    if local.endswith("_bias"):  # only gpt-oss
         if "*" in scheme.projections[0]:
             tensors[f"{path}.{local}"] = fused.bfloat16()
             return
@@ -229,9 +222,7 @@ def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, loca
 
 
 def _write_together(scheme: Scheme, tensors: dict, path: str, local: str, fused: torch.Tensor) -> None:
-    """Stores a fused parameter as ModelOpt does: all experts under one scale, as one wide layer whose outputs
-    are dealt to them.
-    """
+    """Stores a fused parameter as ModelOpt does: one wide layer with one scale for all experts."""
     packed, real = pack(scheme, fused.transpose(1, 2).flatten(0, 1))
     fused.copy_(real.unflatten(0, (EXPERTS, -1)).transpose(1, 2))
     for key, tensor in packed.items():
@@ -248,9 +239,7 @@ def _parts(scheme: Scheme, local: str, weight: torch.Tensor) -> list[tuple[str, 
 
 
 def pack_saved(family: str, weight_format: Format, config: dict, folder: Path) -> tuple[Path, Path]:
-    """(a checkpoint under the names that transformers itself saves, packed; the same of the weights that it
-    stands for).
-    """
+    """Returns (a quantized checkpoint under transformers' own names, the weights that it represents)."""
     torch.manual_seed(11)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).save_pretrained(
         folder / "saved"
@@ -383,7 +372,7 @@ def logits(model, tokens=IDS) -> torch.Tensor:
 
 
 def is_quantized(scheme: Scheme):
-    """Of gpt-oss the experts alone are packed, as in its own checkpoints."""
+    """Returns True if a layer is quantized; for gpt-oss only experts are, as in its own checkpoints."""
     return (
         (lambda name: False)
         if scheme.model == "gpt-oss"

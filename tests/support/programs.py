@@ -1,7 +1,7 @@
-"""Runs the programs of tests/programs, each in a process of its own.
+"""Runs the programs of tests/programs, each in a separate process.
 
-A signal, a blocked call or a changed environment cannot take the tests along there. Every program finds
-hfq and the tests.
+So a signal, a blocked call, or a changed environment does not affect the tests. Every program can import hfq
+and the tests.
 """
 
 import os
@@ -13,17 +13,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def path(name: str) -> Path:
-    """The file of a program, which is named without `.py`."""
+    """Returns the file of a program, which is named without `.py`."""
     return ROOT / "tests" / "programs" / f"{name}.py"
 
 
 def command(name: str, *arguments: object) -> list[str]:
-    """The command that runs a program with these arguments."""
+    """Returns the command that runs a program with these arguments."""
     return [sys.executable, str(path(name)), *map(str, arguments)]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a program: that of this process, and these variables."""
+    """Returns the environment of a program: that of this process, and these variables."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
 
 
@@ -34,10 +34,10 @@ def run(
 
     Args:
         name: The program.
-        arguments: What it finds in `sys.argv`.
-        text: What it reads.
-        timeout: Seconds after which it is killed.
-        variables: Of its environment.
+        arguments: Its `sys.argv[1:]`.
+        text: Its standard input.
+        timeout: Seconds until it is killed.
+        variables: Additional environment variables.
     """
     return _run(command(name, *arguments), text, timeout, variables)
 
@@ -50,7 +50,7 @@ def run_line(
 
 
 def start(name: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
-    """Starts a program, to be written to and read from by lines."""
+    """Starts a program that is written to and read from by lines."""
     return subprocess.Popen(
         command(name, *arguments),
         stdin=subprocess.PIPE,

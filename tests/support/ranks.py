@@ -1,8 +1,8 @@
-"""Starts ranks as forks of one process, in which everything that they import is imported once.
+"""Starts ranks as forks of one process with all imports.
 
-Reads a JSON line for each run, [ranks, port, script, arguments, file for what is printed], and answers it
-with the exit codes of the ranks. A rank finds what `deepspeed` would give it: the variables of
-torch.distributed, and its number as the first argument.
+Reads a JSON line for each run, [ranks, port, script, arguments, file for the output], and answers with the
+exit codes of the ranks. A rank has the environment of `deepspeed`: the variables of torch.distributed, and
+its number as the first argument.
 """
 
 import gc
@@ -26,7 +26,7 @@ import hfq.integrations.deepspeed.private_api  # noqa: F401
 from tests.support.leaving import leave
 
 TIMEOUT = 600
-"""Seconds after which what still runs is ended."""
+"""Seconds until running ranks are killed."""
 
 
 def become(rank: int, ranks: int, port: str, script: str, arguments: list[str], printed: str) -> None:
@@ -48,7 +48,7 @@ def become(rank: int, ranks: int, port: str, script: str, arguments: list[str], 
 
 
 def finish(children: list[int]) -> list[int]:
-    """The exit code of each; the first that fails, or the end of the time, ends all."""
+    """Returns the exit code of each rank; the first failure, or the timeout, ends all."""
     codes: dict[int, int] = {}
     deadline, is_ended = time.monotonic() + TIMEOUT, False
     while len(codes) < len(children):

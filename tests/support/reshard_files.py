@@ -1,4 +1,4 @@
-"""Made-up checkpoints to pack, and what must be true of every packed copy."""
+"""Generated checkpoints to reshard, and checks of every copy."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ ODD = [
 
 
 def made_up(folder, tensors, metadata=None):
-    """A checkpoint of (name, dtype, shape) in this order, with bytes of its own for each tensor."""
+    """Returns a checkpoint of (name, dtype, shape) in this order, with different bytes for each tensor."""
     folder.mkdir(exist_ok=True)
     stored = {}
     for name, dtype, shape in tensors:
@@ -40,9 +40,7 @@ def made_up(folder, tensors, metadata=None):
 
 
 def assert_packed(source, target):
-    """Every tensor is as it was; every shard starts its data on a page, and every tensor on its own
-    element.
-    """
+    """Checks that tensors are unchanged, data starts on a page, and tensors are aligned."""
     assert tiny_models.digests(target) == tiny_models.digests(source)
     packed = Checkpoint.open(target)
     assert all(header.data_start % 4096 == 0 for header in packed.headers.values())

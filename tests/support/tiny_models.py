@@ -1,6 +1,4 @@
-"""A random one-layer Llama written in any format: the smallest checkpoint that goes through
-`from_pretrained`.
-"""
+"""A random one-layer Llama in any format: the smallest checkpoint for `from_pretrained`."""
 
 import hashlib
 import json
@@ -47,12 +45,12 @@ FIRST = "model.layers.0.self_attn.q_proj"
 
 
 def size_of(module: str) -> tuple[int, int]:
-    """(out, in) of a packed module."""
+    """Returns (out, in) of a quantized module."""
     return next(size for local, size in _PROJECTIONS.items() if module.endswith(local))
 
 
 def model_tensors(weight_format) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint, each linear layer in a block packed."""
+    """Returns the tensors of the checkpoint, with every linear layer of a decoder layer quantized."""
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape: int, scale: float = 0.08) -> torch.Tensor:
@@ -76,9 +74,7 @@ def write_model(
     metadata: dict | None = None,
     kind: str | None = None,
 ) -> Path:
-    """Writes tensors, config.json, and optimum-quanto's side file, into a folder that `from_pretrained`
-    takes.
-    """
+    """Writes tensors, config.json, and optimum-quanto's side file into a folder for `from_pretrained`."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind is not None:
         modules = {name.partition(".weight._data")[0] for name in tensors if ".weight._data" in name}
@@ -86,7 +82,7 @@ def write_model(
         (folder / "quanto_qmap.json").write_text(json.dumps(qmap))
     widest_first = sorted(
         tensors.items(), key=lambda item: -item[1].dtype.itemsize
-    )  # as safetensors' own writer: all aligned
+    )  # aligned, as by safetensors' own writer
     stored = {name: as_stored(tensor) for name, tensor in widest_first}
     write_safetensors(folder / "model.safetensors", stored, {"format": "pt", **(metadata or {})})
     config = CONFIG | ({"quantization_config": quantization_config} if quantization_config else {})
@@ -95,9 +91,7 @@ def write_model(
 
 
 def schemas(tensors: dict[str, torch.Tensor], schema) -> dict[str, str]:
-    """The metadata of a dialect that describes each packed module there: {"<module>.weight": schema(its
-    tensors)}.
-    """
+    """Returns the metadata of a format that describes modules there: {"<module>.weight": schema(tensors)}."""
     if schema is None:
         return {}
     modules: dict[str, dict] = {}
@@ -108,7 +102,7 @@ def schemas(tensors: dict[str, torch.Tensor], schema) -> dict[str, str]:
 
 
 def described(module: str, tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    """The tensors of one module as a header describes them, by local name."""
+    """Returns the tensors of one module as a header describes them, by local name."""
     return {
         name: TensorInfo(
             f"{module}.{name}",
@@ -123,9 +117,7 @@ def described(module: str, tensors: dict[str, torch.Tensor]) -> dict[str, Tensor
 def settled(
     weight_format, tensors: dict[str, torch.Tensor], config: dict | None, size: tuple[int, int], schema=None
 ):
-    """The format of tensors that `quantize` made, as it is after detection: it knows its layer's size [out,
-    in].
-    """
+    """Returns the format of tensors from `quantize` as after detection, with the layer's size [out, in]."""
     hints = {
         **(config or {}),
         "__metadata__": schemas({f"m.{name}": t for name, t in tensors.items()}, schema),
@@ -146,7 +138,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def digests(folder: Path) -> dict[str, tuple]:
-    """(dtype, shape, sha256 of the bytes) of every stored tensor."""
+    """Returns (dtype, shape, SHA-256 of the bytes) of every stored tensor."""
     found = {}
     for name, info in Checkpoint.open(folder).tensors.items():
         with open(info.range.file, "rb") as stream:
@@ -160,7 +152,7 @@ def dtypes_of(names) -> list[torch.dtype]:
 
 
 def poison(scales: torch.Tensor, index: int) -> None:
-    """Makes one scale NaN, in its own dtype."""
+    """Sets one scale to NaN, in its own dtype."""
     scales.view(torch.uint8)[index] = 255 if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else 127
     if scales.dtype.itemsize > 1:
         scales[index] = float("nan")

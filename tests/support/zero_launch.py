@@ -1,6 +1,4 @@
-"""Starts ranks through the real launchers, or as forks of one process; many cases in one run; and reads what
-they wrote.
-"""
+"""Starts ranks through the real launchers, or as forks, for many cases per run; reads their results."""
 
 import fcntl
 import functools
@@ -43,18 +41,14 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def forks() -> subprocess.Popen:
-    """The process that forks ranks: one for all runs of this process; it ends with it, when its input
-    does.
-    """
+    """Returns the process that forks ranks, one for all runs of this process; it ends with this process."""
     return subprocess.Popen(
         [sys.executable, RANKS], env=environment(), cwd=ROOT, stdin=-1, stdout=-1, text=True
     )
 
 
 def start(arguments: list[str], ranks: int, printed: Path, command: Sequence[str] = ()) -> str:
-    """Runs a script with its arguments on so many CPU ranks, which a launcher's command starts, or forks;
-    gives what was printed.
-    """
+    """Runs a script on a number of CPU ranks, by a launcher or by forks; returns the output."""
     pytest.importorskip("deepspeed")
     if command:
         launcher = [*command, free_port(), *arguments]
@@ -74,7 +68,7 @@ def start(arguments: list[str], ranks: int, printed: Path, command: Sequence[str
 def launch(
     folder: Path, cases: list[dict], ranks: int, command: Sequence[str] = (), worker: Path = WORKER
 ) -> list[dict]:
-    """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
+    """Runs the cases on a number of CPU ranks; returns the results of each rank: {case: result}."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     start(
@@ -87,13 +81,13 @@ def launch(
 
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of one run of the tests see under the same path."""
+    """Returns a folder with the same path for all processes of one test run."""
     root = factory.getbasetemp()
     return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dict]]) -> list[dict]:
-    """What `make` gives, made by one of the processes that run the tests, for all of them."""
+    """Returns the result of `make`, computed by one test process for all of them."""
     root = shared_folder(factory)
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -105,9 +99,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dic
 
 
 def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:
-    """What holds for every loaded case on every rank: equal outputs, and no more than a rank's part of packed
-    bytes.
-    """
+    """Checks every loaded case on every rank: equal outputs, and at most one rank's share of bytes."""
     assert "error" not in found, found["trace"]
     assert found["logits_equal"] == [True] * 3
     assert found["tokens_equal"]

@@ -1,4 +1,4 @@
-"""The checkpoints that ranks load: every format of the matrix, and models that are special under ZeRO-3."""
+"""The checkpoints that ranks load: every format of the matrix, and special cases of ZeRO-3."""
 
 import json
 from pathlib import Path
@@ -40,9 +40,7 @@ FORMATS = {
 
 
 def write_format(folder: Path, name: str, is_tied: bool = False, poisoned: str | None = None) -> str:
-    """A tiny Llama packed in one format; without a head of its own if tied; with a scale that is no number if
-    poisoned.
-    """
+    """Writes a tiny Llama in one format; without an own head if tied, with a NaN scale if poisoned."""
     weight_format, config = FORMATS[name]
     tensors = tiny_models.model_tensors(weight_format)
     if is_tied:
@@ -57,7 +55,7 @@ def write_format(folder: Path, name: str, is_tied: bool = False, poisoned: str |
 
 
 def write_own_code(folder: Path, name: str) -> str:
-    """A tiny Llama whose class comes with the checkpoint."""
+    """Writes a tiny Llama whose class comes with the checkpoint."""
     path = Path(write_format(folder, name))
     (path / "modeling_own.py").write_text(
         "from transformers import LlamaForCausalLM\n\n\nclass OwnForCausalLM(LlamaForCausalLM):\n    pass\n"
@@ -69,7 +67,7 @@ def write_own_code(folder: Path, name: str) -> str:
 
 
 def write_dialect(folder: Path, case: Case) -> str:
-    """The tiny Llama of one row of the contract suite."""
+    """Writes the tiny Llama of one case of the contract suite."""
     tensors = tiny_models.model_tensors(case.format)
     return str(
         tiny_models.write_model(
@@ -84,7 +82,7 @@ def write_mixtral(folder: Path) -> str:
 
 
 def write_reading(folder: Path, kind: str) -> tuple[str, dict]:
-    """(the checkpoint of a model whose own code reads weights of its layers, what a case says of it)."""
+    """Returns (a checkpoint of a model whose code reads its weights, the fields of its case)."""
     auto, model_type, options, packed, inputs = next(
         case for name, case in code_models.CASES.items() if name.startswith(kind)
     )

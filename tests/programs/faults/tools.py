@@ -1,4 +1,4 @@
-"""What the programs of this folder share: a model with its weights on disk, and ways to hold up its reads."""
+"""Shared code of the programs in this folder: a model on disk, and ways to delay its reads."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig
 
 FOLDER, MODE, *ARGUMENTS = sys.argv[1:]
-"""A checkpoint of the program's own, how it is read from disk, and what else the program is told."""
+"""The program's checkpoint, its `disk_io`, and further arguments."""
 FILE = f"{FOLDER}/model.safetensors"
 ON_DISK = {"": "disk"}
 TOKENS = torch.arange(3, 9)[None]
@@ -45,7 +45,7 @@ def is_offloaded(model):
 
 
 class Hold:
-    """Holds reads of blocks until they are let go; `began` tells that one has begun."""
+    """Delays reads of units until they are released; `began` tells that one has begun."""
 
     def __init__(self, model):
         self.began, self.leave, source = threading.Event(), threading.Event(), streamer_of(model).source
@@ -61,7 +61,7 @@ class Hold:
 
 
 def in_flight(model):
-    """Drops the first block and begins to read it again; the read is held."""
+    """Drops the first unit and starts to read it again; the read is delayed."""
     streamer_of(model).buffers.drop(0)
     hold = Hold(model)
     assert streamer_of(model).buffers.start(0, [])
