@@ -1,4 +1,4 @@
-"""What killed runs leave is found and removed; what is in use, young, or not hfq's is left alone."""
+"""Tests that leftovers of killed runs are removed, and all other files are left."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What the system says of a file: its file system, its pages in memory; and how pages are brought in."""
+"""Tests of file system types, page cache residency, and reads into the page cache."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What a QuantizedLinear is saved as, moved as and copied as: its on-disk names and bytes, never cast."""
+"""Tests of the state of a QuantizedLinear: saves, moves, and copies keep names and bytes."""
 
 import copy
 import io

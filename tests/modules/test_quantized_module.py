@@ -1,6 +1,4 @@
-"""What every packed module shares: how its parameters are named, moved and saved, and what model code reads
-as `weight`.
-"""
+"""Tests of quantized modules: names, moves, and saves of parameters, and reads by model code."""
 
 import itertools
 

@@ -1,6 +1,4 @@
-"""What passes read, to the byte; and orders that were not expected: right all the same, counted, and
-learned.
-"""
+"""Tests of the bytes that passes read, also in orders that were not predicted."""
 
 import gc
 import weakref

@@ -1,5 +1,6 @@
-"""An interrupt from the keyboard at any line of the streamer: afterwards nothing is lent, the lock is free,
-and all is right.
+"""Tests of a keyboard interrupt at any line of the offloader.
+
+Afterwards nothing is onloaded, the lock is free, and the next forward pass is right.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a recording holds, and that there is nothing of it outside."""
+"""Tests of the spans of a recording, and that nothing is recorded outside of it."""
 
 import itertools
 

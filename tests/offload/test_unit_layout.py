@@ -1,4 +1,4 @@
-"""Where the tensors of a block lie in a region: worked out by hand, and for random files."""
+"""Tests of the layout of a unit's tensors, by hand and for random files."""
 
 import random
 

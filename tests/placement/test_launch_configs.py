@@ -1,4 +1,4 @@
-"""What a plan implies is what the repository's own configs say."""
+"""Tests that a plan implies the values of the repository's own configs."""
 
 import json
 from pathlib import Path

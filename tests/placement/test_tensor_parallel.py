@@ -1,4 +1,4 @@
-"""Which bytes of a stored tensor a rank reads: those of its part, in the part's own order."""
+"""Tests of the bytes of a stored tensor that a rank reads for its slice."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What headers say of a checkpoint's weights: rows as the loader makes them, adapters as PEFT sizes them."""
+"""Tests of parameter sizes from headers: flat buffers as loaded, adapters as PEFT sizes them."""
 
 import pytest
 
