@@ -55,7 +55,7 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
     Nothing is recorded outside of it.
 
         with hfq.timeline(model) as timeline:
-        model(tokens)
+            model(tokens)
         hfq.report(model, timeline=timeline).save("run.json")
 
     Embeddings that are read by row appear as modules that are not offloaded. Their reads are not recorded.
