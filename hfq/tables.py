@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,11 +67,12 @@ class Table:
         return f"<table>{caption}{rows}</table><pre>{html.escape(self.note)}</pre>"
 
 
-class Displayed:
+class Displayed(ABC):
     """Base of results that print as text in a terminal and show a table in a notebook."""
 
+    @abstractmethod
     def _table(self) -> Table:
-        raise NotImplementedError
+        """Returns the table that a notebook shows."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -174,7 +176,6 @@ def draw_chart(chart: ReportChart, facts: Mapping[str, str], file: Path) -> bool
     chart.draw(figure)
     width = int(figure.get_size_inches()[0] * 17)  # letters of 6 points
     said = [facts[name] for name in ("model", "models", "processor", "date") if name in facts]
-    caption = "\n".join(line for text in [" · ".join(said)] for line in textwrap.wrap(text, width)[:3])
-    figure.suptitle(caption, fontsize=6, color="gray")
+    figure.suptitle(textwrap.fill(" · ".join(said), width, max_lines=3), fontsize=6, color="gray")
     figure.savefig(file, dpi=120)
     return True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-__all__ = ["available_memory"]
+__all__ = ["available_memory", "cgroup_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +32,45 @@ def available_memory(root: Path = Path("/")) -> int | None:
     Args:
         root: Folder that holds `proc` and the mount points; another one for tests.
     """
-    left = [*_left_in_cgroups(root)]
+    left = [
+        limit - usage + sum(fields.get(name, 0) for name in files.reclaimable)
+        for limit, usage, fields, files in _limits(root)
+    ]
     machine = _read_fields(root / "proc/meminfo").get("MemAvailable:")
     if machine is not None:
         left.append(machine << 10)
     return max(0, min(left)) if left else None
 
 
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Yields the bytes left in each limited cgroup, from this process up to the mount point."""
-    for mount, folder, files in _memory_cgroups(root):
-        while True:
-            left = _left(folder, files)
-            if left is not None:
-                yield left
-            if folder == mount or mount not in folder.parents:
-                break
-            folder = folder.parent
+def cgroup_limit(root: Path = Path("/")) -> int | None:
+    """Returns the least memory limit in bytes of the cgroups above this process, or None."""
+    machine = _read_fields(root / "proc/meminfo").get("MemTotal:")
+    limits = [limit for limit, *_ in _limits(root) if machine is None or limit < machine << 10]
+    return min(limits, default=None)
 
 
-def _left(folder: Path, files: _Files) -> int | None:
-    """Returns the bytes that one cgroup leaves, or None if it has no limit."""
-    limit, usage = _read_number(folder / files.limit), _read_number(folder / files.usage)
-    if limit is None or usage is None:
-        return None
-    fields = _read_fields(folder / "memory.stat")
-    return limit - usage + sum(fields.get(name, 0) for name in files.reclaimable)
+def _limits(root: Path) -> Iterator[tuple[int, int, dict[str, int], _Files]]:
+    """Yields (limit, usage, statistics, file names) of each cgroup with a memory limit."""
+    for folder, files in _memory_cgroups(root):
+        limit, usage = _read_number(folder / files.limit), _read_number(folder / files.usage)
+        if limit is not None and usage is not None:
+            yield limit, usage, _read_fields(folder / "memory.stat"), files
 
 
-def _memory_cgroups(root: Path) -> Iterator[tuple[Path, Path, _Files]]:
-    """Yields (mount point, folder of this process, files) of each hierarchy that limits memory."""
+@functools.cache
+def _memory_cgroups(root: Path) -> tuple[tuple[Path, _Files], ...]:
+    """Returns the folders of the cgroups above this process, with their file names.
+
+    They are looked up once: a pass over offloaded weights asks for the available memory, and a process rarely
+    moves to another cgroup.
+    """
     paths = dict[str, str]()
     for line in _read_lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "" or "memory" in controllers.split(","):
             paths["v1" if controllers else "v2"] = path
+    found = list[tuple[Path, _Files]]()
     for line in _read_lines(root / "proc/self/mountinfo"):
         fields, _, kind = line.partition(" - ")
         columns, kinds = fields.split(), kind.split()
@@ -74,12 +78,14 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, Path, _Files]]:
             continue
         is_v1 = kinds[0] == "cgroup" and "memory" in kinds[2].split(",")
         version = "v1" if is_v1 else "v2" if kinds[0] == "cgroup2" else ""
-        if version not in paths:
-            continue
-        path = paths[version]
-        mount = root / columns[4].lstrip("/")
-        below = path.removeprefix(columns[3]) if path.startswith(columns[3]) else ""
-        yield mount, mount / below.lstrip("/"), _V1 if is_v1 else _V2
+        if version in paths:
+            mount = root / columns[4].lstrip("/")
+            below = PurePosixPath(paths[version])
+            is_below = below.is_relative_to(columns[3])
+            parts = below.relative_to(columns[3]).parts if is_below else ()
+            folders = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
+            found += [(folder, _V1 if is_v1 else _V2) for folder in folders]
+    return tuple(found)
 
 
 def _read_lines(file: Path) -> list[str]:

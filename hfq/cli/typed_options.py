@@ -33,6 +33,6 @@ def check_dtype(dtype: str) -> str:
             f"--dtype {dtype} is not valid.{nearest(dtype, names)}",
             expected=", ".join(names),
             found=dtype,
-            fix="Use one of these values.",
+            fix="Pass --dtype auto, or another of these.",
         )
     return dtype

@@ -90,15 +90,6 @@ class Source:
                 )
             self._has_warned = True
 
-    def begin_pass(self) -> None:
-        """Checks that the files did not change, and chooses the mode of the next pass.
-
-        Raises:
-            CheckpointError: The inode, size, or modification time of a file changed.
-        """
-        self.reader.check_unchanged(self._names)
-        self.choose()
-
     def read(self, wanted: ByteRange, target: memoryview) -> None:
         """Fills `target` with a chunk.
 

@@ -160,7 +160,7 @@ def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> 
         return [job() for job in jobs]
     workers = [Worker(offloader, job, index) for index, job in enumerate(jobs)]
     with offloader.lock:  # other threads' forward passes wait for their units
-        offloader.source.begin_pass()
+        offloader.begin_pass()
         try:
             for worker in workers:
                 worker.start()

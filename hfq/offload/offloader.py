@@ -111,6 +111,9 @@ class Offloader:
         self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
         names = sorted({run.source.file for layout in layouts for run in layout.runs})
         self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
+        on_disk = [info for module in on_demand if is_on_disk(module) for info in module.infos.values()]
+        on_disk += [info for unit in units for info in unit.infos(self.device)]
+        self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)
         self.buffers = self._make_buffers(layouts)
         allocator, pairs = self.buffers.buffer, zip(self.units, layouts, strict=True)
@@ -182,7 +185,7 @@ class Offloader:
                 self._read_rows(unit)
         for module in on_demand:
             self.experts.serve(module, self.device)
-        if root is not None and self.units and root is not self.units[0].module:
+        if root is not None and self._files and root not in [unit.module for unit in units]:
             self._wrap_root(root)
 
     def _wrap(self, index: int, unit: OffloadUnit) -> None:
@@ -217,6 +220,17 @@ class Offloader:
 
         owner.forward = read_when_offloaded
 
+    def begin_pass(self) -> None:
+        """Checks that no file of offloaded weights changed, and chooses the mode of the next pass.
+
+        The files of units, routed experts, and embedding tables are checked.
+
+        Raises:
+            CheckpointError: The inode, size, or modification time of a file changed.
+        """
+        self._reader.check_unchanged(self._files)
+        self.source.choose()
+
     def _wrap_root(self, root: nn.Module) -> None:
         forward = root.forward
 
@@ -224,7 +238,7 @@ class Offloader:
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
-            self.source.begin_pass()
+            self.begin_pass()
             self.prefetch_order.begin()
             is_complete = False
             try:

@@ -155,25 +155,27 @@ class Report(Displayed):
 
     def _table(self) -> Table:
         rows = [(each.device, f"{each.nbytes:,}", f"{each.onloaded_nbytes:,}") for each in self.devices]
-        notes = str(self).splitlines()[len(rows) :]
         header = ("device", "bytes stored", "bytes onloaded per forward")
-        return Table("hfq report", "\n".join(notes), header, rows)
+        return Table("hfq report", "\n".join(self._notes()), header, rows)
 
     def __str__(self) -> str:
         lines = [
             f"{device.device}: {device.nbytes:,} B, {device.onloaded_nbytes:,} B onloaded per forward pass"
             for device in self.devices
         ]
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """Returns the lines on outliers, offloading, and speed."""
+        lines = []
         if self.outliers is not None:
             found = self.outliers
             lines.append(
                 f"{found.outliers:,} of {found.channels:,} input channels were outlier channels "
                 f"({found.share:.2%})"
             )
-        speed = [] if self.speed is None else [str(self.speed)]
-        if self.offload is None:
-            return "\n".join([*lines, "nothing is offloaded", *speed])
-        return "\n".join([*lines, *_stream_lines(self.offload), *speed])
+        lines += ["nothing is offloaded"] if self.offload is None else _offload_lines(self.offload)
+        return lines if self.speed is None else [*lines, str(self.speed)]
 
 
 def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = None) -> Report:
@@ -256,7 +258,7 @@ def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
     )
 
 
-def _stream_lines(offload: OffloadReport) -> list[str]:
+def _offload_lines(offload: OffloadReport) -> list[str]:
     huge = "" if offload.huge_page_nbytes is None else f" ({offload.huge_page_nbytes:,} B in huge pages)"
     lines = [
         f"{offload.units} offloaded units: {offload.pass_nbytes:,} B per pass, offload buffer of "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfq.checkpoint.memory_limit import available_memory
+from hfq.checkpoint.memory_limit import available_memory, cgroup_limit
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -91,3 +91,28 @@ def test_files_of_another_form_are_ignored(system, text):
 
 def test_this_machine_tells():
     assert 0 < available_memory() < 1 << 50
+
+
+def test_the_limit_is_the_least_below_the_memory_of_the_machine(system):
+    own = {
+        "proc/self/cgroup": "0::/a\n",
+        "proc/self/mountinfo": V2,
+        "proc/meminfo": f"MemTotal: {8 << 20} kB\n",
+    }
+    assert cgroup_limit(system(own | v2("", 3 * GIB, GIB) | v2("/a", 2 * GIB, GIB))) == 2 * GIB
+    assert cgroup_limit(system({})) is None
+
+
+def test_a_limit_above_the_memory_of_the_machine_is_none(system):
+    own = {
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": V2,
+        "proc/meminfo": f"MemTotal: {8 << 20} kB\n",
+    }
+    assert cgroup_limit(system(own | v2("", 9 * GIB, GIB))) is None
+
+
+def test_a_cgroup_whose_name_begins_like_that_of_the_mount_is_not_below_it(system):
+    mount = V1.replace(" / /sys", " /docker/id /sys")
+    own = {"proc/self/cgroup": "3:memory:/docker/id2\n", "proc/self/mountinfo": mount}
+    assert available_memory(system(own | v1("", 2 * GIB, GIB) | v1("/2", GIB, GIB))) == GIB

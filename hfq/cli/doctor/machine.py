@@ -22,7 +22,7 @@ _SHARED = "/dev/shm"
 
 def environment_findings(folder: Path) -> Iterator[Finding]:
     """Yields processor, memory limits, and variables; no names of hosts, users, or folders."""
-    from hfq.checkpoint.memory_limit import available_memory
+    from hfq.checkpoint.memory_limit import available_memory, cgroup_limit
     from hfq.machine_profile.machine_facts import machine_facts
 
     for what, value in machine_facts(folder).items():
@@ -31,13 +31,13 @@ def environment_findings(folder: Path) -> Iterator[Finding]:
     available = available_memory()
     if available is not None:
         yield Finding("environment", "ok", f"available memory: {available / 1e9:.1f} GB")
-    limit = _limit_of_group()
-    if limit is not None and available is not None and limit < available:
+    limit = cgroup_limit()
+    if limit is not None:
         yield Finding(
             "environment",
             "warning",
-            f"this process may take {limit / 1e9:.1f} GB (its control group), less than is available",
-            f'plan with it: hfq plan MODEL --cpu {limit}B, and pass max_memory={{"cpu": {limit}}}',
+            f"a control group limits this process to {limit / 1e9:.1f} GB of the machine's memory",
+            f'Plan with it: hfq plan MODEL --cpu {limit}B, and pass max_memory={{"cpu": {limit}}}.',
         )
     if os.path.isdir(_SHARED):
         status = os.statvfs(_SHARED)
@@ -142,15 +142,3 @@ def _is_built(root: Path, name: str) -> bool:
 
 def _has_header(name: str) -> bool:
     return any((Path(folder) / name).exists() for folder in ("/usr/include", "/usr/local/include"))
-
-
-def _limit_of_group() -> int | None:
-    """Returns the memory limit of this process's control group in bytes, or None."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal() and int(text) < 1 << 60:
-            return int(text)
-    return None

@@ -21,8 +21,9 @@ __all__ = ["make_report", "plan_placement"]
 def plan_placement(options: PlanOptions) -> None:
     """Plans one checkpoint and prints the plan."""
     from hfq.cli.plan.tables import print_report
+    from hfq.cli.typed_options import check_dtype
 
-    _check_choices(options)
+    check_dtype(options.dtype)
     report = make_report(options)
     if options.output_dir is not None:
         _write(options.output_dir, report["files"])
@@ -240,19 +241,6 @@ def _describe(hardware: Hardware, options: PlanOptions) -> dict[str, Any]:
         "limits": {"gpu": options.gpu or [], "cpu": options.cpu, "disk": options.disk},
         "is_this_machine": is_here,
     }
-
-
-def _check_choices(options: PlanOptions) -> None:
-    from hfq.errors import PlacementError, nearest
-
-    allowed = ("auto", "bfloat16", "float16", "float32")
-    if options.dtype not in allowed:
-        raise PlacementError(
-            f"--dtype {options.dtype} is not valid.{nearest(options.dtype, allowed)}",
-            expected=" or ".join(allowed),
-            found=options.dtype,
-            fix="Pass --dtype auto, or another of these.",
-        )
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

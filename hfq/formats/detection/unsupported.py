@@ -16,7 +16,7 @@ class UnsupportedFormatError(FormatError):
     """Error for a checkpoint in a format that hfq recognizes but does not support."""
 
 
-_AGAIN = "Quantize the original model again in a format of docs/reference/formats.md."
+_AGAIN = "Quantize the original model again in a format that `hfq formats` lists."
 REFUSED = {
     "GPTQ Marlin": (
         "B and s",
@@ -94,7 +94,7 @@ def refused(variant: str, file: str, tensor: str | None, found: str) -> Unsuppor
         f"Format {variant} is not supported. Nothing was loaded.",
         file=file,
         tensor=tensor,
-        expected="a format of docs/reference/formats.md",
+        expected="a format that `hfq formats` lists",
         found=found,
         fix=REFUSED[variant][1],
     )
