@@ -1,4 +1,4 @@
-"""Registration of hfq with transformers, PEFT, and DeepSpeed when they are imported.
+"""Registration of hfq with torch, transformers, PEFT, and DeepSpeed when they are imported.
 
 `import hfq` only calls `register`, before or after these libraries are imported. Each entry of `_CALLBACKS`
 runs as soon as its library is imported. From then on, the library calls hfq in this order:
@@ -19,9 +19,10 @@ runs as soon as its library is imported. From then on, the library calls hfq in 
    first infers a device map, it runs in `HfqQuantizer.validate_environment`.
 5. `HfqQuantizer._process_model_after_weight_loading` calls `ModelLoader.finish`. The model is ready.
 
-`patch_peft` and `patch_deepspeed` handle models that hfq has already loaded. The first lets PEFT add adapters
-to quantized layers (integrations/peft/lora.py). The second checks a model before DeepSpeed creates an engine
-for it.
+The other patches handle models that hfq has already loaded. `patch_peft` lets PEFT add adapters to
+quantized layers (integrations/peft/lora.py). `patch_deepspeed` checks a model before DeepSpeed creates an
+engine for it.
+`patch_data_parallel` keeps torch from broadcasting quantized weights (integrations/data_parallel.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _CALLBACKS = {
     "transformers.models.auto.auto_factory": ("hfq.integrations.transformers.patches", "patch_auto_factory"),
     "peft": ("hfq.integrations.peft.patches", "patch_peft"),
     "deepspeed": ("hfq.integrations.deepspeed.private_api", "patch_deepspeed"),
+    "torch.nn.parallel.distributed": ("hfq.integrations.data_parallel", "patch_data_parallel"),
 }
 """Functions that run after a library module is imported.
 
@@ -52,6 +54,7 @@ The entries are {library module: (module, function)}. Each function receives the
 - `patch_auto_factory` wraps `from_pretrained` of the auto classes.
 - `patch_peft` wraps the functions of PEFT that create, place, save, and merge adapters.
 - `patch_deepspeed` wraps `DeepSpeedEngine._configure_distributed_model`.
+- `patch_data_parallel` wraps `DistributedDataParallel.__init__`.
 """
 
 _pending: dict[str, ModuleType] = {}

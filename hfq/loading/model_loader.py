@@ -21,10 +21,12 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import PlacementError, SetupError
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import gather_units, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import load_context
+from hfq.loading.mapped_tensors import MappedTensors
 from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
 from hfq.loading.matching.replace_modules import replace_modules
@@ -87,6 +89,7 @@ class ModelLoader(LoadState):
         self.devices = {}
         self.main = "cpu"
         self.offloader: Offloader | None = None
+        self.mapped: MappedTensors | None = None
         self._hidden: set[str] = set()
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
         self._hide_packed()
@@ -160,7 +163,7 @@ class ModelLoader(LoadState):
         self._conversions = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = []  # keeps the checkpoint's own names in `state_dict`
         if self._user_map is not None:
-            self.model.hf_device_map = self._user_map
+            self.model.hfq_device_map = self._user_map
         if self.match.unused:
             logger.warning(
                 "hfq: %s has no parameter for %s",
@@ -191,6 +194,33 @@ class ModelLoader(LoadState):
             CpuExecution(torch.device(self.main), self.config.execute_cpu_layers_on).serve(module)
         if self.offloader is not None or staying:
             report_device(self.model, torch.device(self.main))
+        self._settle_mapped()
+
+    def _settle_mapped(self) -> None:
+        """Copies mapped tensors into memory if the config asks for it; otherwise checks their files.
+
+        transformers maps every unquantized tensor on the CPU whose dtype it does not change.
+        """
+        mapped = [
+            (tensor, info.range.file)
+            for module in self._mapped_modules()
+            for tensor, info in zip(module.parameters(recurse=False), module.infos.values(), strict=True)
+        ]
+        for name, info in self.match.unquantized.items():
+            tensor = None if name in self._hidden else self.model.get_parameter_or_buffer(name)
+            if tensor is None or tensor.device.type != "cpu" or tensor.dtype != torch_dtype(info.dtype):
+                continue
+            if self.config.cpu_memory in ("private", "shared"):
+                tensor.data = tensor.data.clone()
+            else:
+                mapped.append((tensor, info.range.file))
+        self.mapped = MappedTensors(self.reader, mapped)
+        if mapped:
+            self.model.register_forward_pre_hook(self.mapped.check)
+
+    def _mapped_modules(self) -> list[QuantizedModule]:
+        reads = (read for read in self.read_plan.reads if read.how == "mapped" and read.name)
+        return [self.quantized[read.name] for read in reads]
 
     def _log_summary(self) -> None:
         log_summary(self, self.load_seconds or 0.0)
@@ -308,6 +338,7 @@ class ModelLoader(LoadState):
             # on meta
             blank = torch.empty(parameter.shape, dtype=self._dtypes.get(name, parameter.dtype), device="meta")
             parameter = OffloadedParameter(blank, requires_grad=False)
+            parameter.placed_by = self.model.all_tied_weights_keys.get(name, name)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 

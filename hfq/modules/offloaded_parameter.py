@@ -78,10 +78,13 @@ class OffloadedParameter(nn.Parameter):
 
     Attributes:
         name: Its name, for messages.
+        placed_by: Name of the parameter whose entry in a device map decides where it is stored, if it is tied
+            to another one; empty for its own name.
         onload_device: Device to which its values are onloaded; None before the offloader sets it.
     """
 
     name: str = "A parameter"
+    placed_by: str = ""
     onload_device: torch.device | None = None
 
     @property
@@ -106,6 +109,7 @@ class OffloadedValues(torch.Tensor):
     """
 
     name: str = "A parameter"
+    placed_by: str = ""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,36 +132,37 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         is_moved = func in _MOVES and isinstance(args[0], OffloadedValues)
         if func in _COMPUTES or is_moved or (not is_plain and any(not leaf.is_meta for leaf in tensors)):
-            raise _not_here(func, away.name)
+            raise _not_here(func, away)
         result = func(*args, **kwargs)
         made_up = any(
             isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in _pytree.tree_leaves(result)
         )
         if made_up and not is_plain:
-            raise _not_here(func, away.name)
+            raise _not_here(func, away)
         is_kept = (
             is_plain or func in _MOVES or isinstance(result, torch.Size)
         )  # a tree map would make a tuple of it
-        return result if is_kept else _pytree.tree_map(lambda leaf: _guard(leaf, away.name), result)
+        return result if is_kept else _pytree.tree_map(lambda leaf: _guard(leaf, away), result)
 
 
-def _guard(leaf: Any, name: str) -> Any:
+def _guard(leaf: Any, away: OffloadedParameter | OffloadedValues) -> Any:
     if type(leaf) is not torch.Tensor or not leaf.is_meta:
         return leaf
     values = leaf.as_subclass(OffloadedValues)
-    values.name = name
+    values.name, values.placed_by = away.name, away.placed_by
     return values
 
 
-def _not_here(func: Any, name: str) -> PlacementError:
-    module = name.rpartition(".")[0]
+def _not_here(func: Any, away: OffloadedParameter | OffloadedValues) -> PlacementError:
+    name, module = away.name, away.name.rpartition(".")[0]
+    key = away.placed_by.rpartition(".")[0] or module
     return PlacementError(
         f"{name or 'A parameter'} is offloaded and cannot be read directly by "
         f"{getattr(func, '__name__', func)}.",
         tensor=name if module else None,
         expected="a call of the module that owns the weight",
         found="its weight, read by other code",
-        fix=f'Call model.{module}(x), or add {{"{module}": "cpu"}} to device_map.'
+        fix=f'Call model.{module}(x), or add {{"{key}": "cpu"}} to device_map.'
         if module
         else "Call the module that owns the weight, or place it in memory by device_map.",
     )

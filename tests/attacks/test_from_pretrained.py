@@ -29,7 +29,7 @@ WHOLE = {
 
 def test_unspoilt_copies_load(model):
     """Shows that the tests below fail because of the damage alone."""
-    assert load(model, device_map={"": "cpu"}).hf_device_map == {"": "cpu"}
+    assert load(model, device_map={"": "cpu"}).hfq_device_map == {"": "cpu"}
     shard_model(model)
     assert load(model).config.num_hidden_layers == 4
 
@@ -149,7 +149,7 @@ def test_a_refused_load_leaves_nothing_behind(model):
     with refused(kind=FormatError):
         load(edit_config(model, hidden_size=2**40))
     (model / "config.json").write_text(intact)
-    assert load(model, device_map={"": "disk"}).hf_device_map == {"": "disk"}
+    assert load(model, device_map={"": "disk"}).hfq_device_map == {"": "disk"}
 
 
 # 14. No checkpoint ends the process, regardless of its claimed size and of truncation.

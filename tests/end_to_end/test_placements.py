@@ -277,7 +277,7 @@ def test_the_users_device_map_is_left_as_it_was_and_reported(path):
     device_map = dict(HALF)
     model = load(path, device_map)
     assert device_map == HALF
-    assert model.hf_device_map == HALF
+    assert model.hfq_device_map == HALF
 
 
 def test_a_home_may_split_a_block(path):

@@ -72,7 +72,7 @@ def planned(model, limits, cache=0):
 
 def test_everything_is_resident_where_nothing_is_asked(resident):
     loading = resident.hf_quantizer.loading
-    assert resident.hf_device_map == {"": "cpu"}
+    assert resident.hfq_device_map == {"": "cpu"}
     assert (loading.budget.buffers, loading.budget.onloaded_nbytes) == ({}, 0)
     assert loading.offloader is None
     buffers = sum(buffer.nbytes for buffer in resident.buffers())
@@ -89,7 +89,7 @@ def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, de
     assert loading.plan.resident_nbytes() + ring <= limit
     assert 0 <= ring - loading.budget.buffers["cpu"] <= loading.budget.read_ahead_nbytes()
     assert loading.plan.onloaded_nbytes() > 0
-    assert next(iter(model.hf_device_map.values())) == "cpu"
+    assert next(iter(model.hfq_device_map.values())) == "cpu"
     assert torch.equal(logits(model, TOKENS), logits(resident, TOKENS))
 
 
@@ -152,7 +152,7 @@ def test_an_untied_embedding_leaves_first(untied, whole):
         "other",
     ]
     model = load(untied, max_memory={"cpu": total(whole) - 1})
-    assert model.hf_device_map == {"": "cpu", "model.embed_tokens": "disk"}
+    assert model.hfq_device_map == {"": "cpu", "model.embed_tokens": "disk"}
     assert model.hf_quantizer.loading.budget.buffers == {}
     assert torch.equal(logits(model, TOKENS), logits(whole, TOKENS))
 
@@ -185,7 +185,7 @@ def test_experts_leave_before_blocks(moe, whole_moe):
     assert some == {"": "cpu", experts[1]: "disk"}
     least = sum(unit.nbytes for unit in units.values() if unit.kind not in ("experts", "embedding"))
     model = load(moe, max_memory={"cpu": least}, expert_cache_size=0)
-    assert model.hf_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
+    assert model.hfq_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
     assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
     budget = model.hf_quantizer.loading.budget
     assert (budget.buffers, budget.on_demand_nbytes) == ({}, sum(units[name].nbytes for name in experts))

@@ -124,7 +124,7 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
             device_map="auto",
             max_memory=planned["max_memory"],
         )
-        assert model.hf_device_map == planned["device_map"]
+        assert model.hfq_device_map == planned["device_map"]
         measured, expected = measure(model), planned["devices"]
         assert set(expected) == homes
         assert expected["cpu"]["total_nbytes"] <= cpu

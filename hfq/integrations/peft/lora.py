@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -34,7 +34,6 @@ __all__ = [
     "keeping_devices",
     "refuse_merge",
     "refuse_replication",
-    "without_devices",
 ]
 
 _OLDEST = "0.21"
@@ -200,24 +199,6 @@ def refuse_merge(original: Callable) -> Callable:
     return check_merge_allowed
 
 
-def without_devices(original: Callable) -> Callable:
-    """Wraps `load_adapter` to hide `cpu` and `disk` entries of the device map.
-
-    With them, PEFT would give the model to the hooks of accelerate.
-    """
-
-    @functools.wraps(original)
-    def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hidden = [(model, vars(model).pop("hf_device_map")) for model in _loaded_by_hfq(self)]
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for model, devices in hidden:
-                model.hf_device_map = devices
-
-    return load_adapter
-
-
 def gathering(original: Callable) -> Callable:
     """Wraps `PeftModel.save_pretrained` to gather parameters that ZeRO-3 shards.
 
@@ -248,14 +229,6 @@ def gathering(original: Callable) -> Callable:
         return None
 
     return save_pretrained
-
-
-def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
-    for module in list(model.modules()):
-        is_loaded = getattr(vars(module).get("hf_quantizer"), "loading", None) is not None
-        devices = vars(module).get("hf_device_map") or {}
-        if is_loaded and any(str(device) in ("cpu", "disk") for device in devices.values()):
-            yield module
 
 
 def _leave_out(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _: Any) -> None:

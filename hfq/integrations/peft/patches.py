@@ -6,9 +6,7 @@ Tested with peft 0.21.2.
 the same file moves adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model`
 runs before the first layer is replicated, and `_check_merge_allowed` before the first layer is merged. hfq
 supports neither. `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) finds the layers of "all-linear"
-by class. `PeftModel.load_adapter` (peft_model.py) passes a model with `cpu` or `disk` entries in its device
-map to accelerate. transformers' own `load_adapter` (integrations/peft.py) uses these entries as execution
-devices. `PeftModel.save_pretrained` writes the empty tensors of ZeRO-3 ranks.
+by class. `PeftModel.save_pretrained` writes the empty tensors of ZeRO-3 ranks.
 `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, including
 scales, unless it knows the quantization method.
 """
@@ -26,8 +24,6 @@ __all__ = ["patch_peft"]
 
 def patch_peft(module: Any) -> None:
     """Replaces the functions of PEFT in this module's docstring."""
-    from transformers.integrations.peft import PeftAdapterMixin
-
     from hfq.integrations.peft import lora
 
     tuners = module.tuners.tuners_utils
@@ -42,8 +38,6 @@ def patch_peft(module: Any) -> None:
     model._prepare_model = lora.refuse_replication(model._prepare_model)
     model._check_merge_allowed = lora.refuse_merge(model._check_merge_allowed)
     module.PeftModel.save_pretrained = lora.gathering(module.PeftModel.save_pretrained)
-    for owner in (module.PeftModel, PeftAdapterMixin):
-        owner.load_adapter = lora.without_devices(owner.load_adapter)
     prepare = _preparing(module.prepare_model_for_kbit_training)
     for owner in (module, module.utils, module.utils.other):
         owner.prepare_model_for_kbit_training = prepare
