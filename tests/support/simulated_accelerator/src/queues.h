@@ -1,0 +1,146 @@
+// Streams of a simulated accelerator. Each is a thread that executes tasks in order, and may be late or lazy.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/Stream.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace simulated {
+
+constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+constexpr int STREAMS = 32;  // streams of each device; the first is the default stream
+constexpr int MOST_DEVICES = 8;
+
+// Delays of streams: [0] of default streams, [1] of all others.
+struct Delay {
+  std::atomic<int64_t> delay_us{0};  // the most microseconds by which a task is late
+  std::atomic<bool> is_lazy{false};  // True if a task starts only when somebody waits for it
+};
+inline Delay delays[2];
+
+// The error of a device, until the host waits for any of its streams.
+struct Failure {
+  std::mutex mutex;
+  std::string text;
+};
+inline Failure* const failures = new Failure[MOST_DEVICES];
+
+using Time = std::chrono::steady_clock::time_point;
+
+class Queue {
+ public:
+  Queue(int device, int index)
+      : failure_(failures[device]), dice_(device * STREAMS + index), delay_(delays[index != 0]) {
+    std::thread([this] { run(); }).detach();
+  }
+
+  // Adds a task; returns its serial number.
+  uint64_t give(std::function<void()> work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(work));
+    changed_.notify_all();
+    return ++given_;
+  }
+
+  uint64_t given() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return given_;
+  }
+
+  bool is_done(uint64_t serial) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return done_ >= serial;
+  }
+
+  void reach(uint64_t serial) {  // waits, on behalf of another stream
+    std::unique_lock<std::mutex> lock(mutex_);
+    demanded_ = std::max(demanded_, serial);
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return done_ >= serial; });
+  }
+
+  void wait(uint64_t serial) {  // waits, on behalf of the host; raises the error of the device
+    reach(serial);
+    std::string error;
+    {
+      std::lock_guard<std::mutex> lock(failure_.mutex);
+      error.swap(failure_.text);
+    }
+    TORCH_CHECK(error.empty(), "simulated accelerator, in earlier work: ", error);
+  }
+
+  void wake() {  // after a change of the delays
+    std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_all();
+  }
+
+ private:
+  void run() {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::AutoGradMode no_gradients(false);
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return !tasks_.empty() && (!delay_.is_lazy || demanded_ > done_); });
+      auto work = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      if (const int64_t most = delay_.delay_us)
+        std::this_thread::sleep_for(std::chrono::microseconds(dice_() % most));
+      std::string error;
+      try {
+        work();
+      } catch (const c10::Error& e) {
+        error = e.what_without_backtrace();
+      } catch (const std::exception& e) {
+        error = e.what();
+      }
+      work = nullptr;
+      if (!error.empty()) {
+        std::lock_guard<std::mutex> failed(failure_.mutex);
+        if (failure_.text.empty()) failure_.text = error;
+      }
+      lock.lock();
+      ++done_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  uint64_t given_ = 0, done_ = 0, demanded_ = 0;
+  Failure& failure_;
+  std::minstd_rand dice_;
+  Delay& delay_;
+};
+
+// The point of an event in a stream, and the time at which the stream reached it.
+struct Mark {
+  Queue* queue;
+  uint64_t serial;
+  std::shared_ptr<Time> reached;
+};
+
+inline Mark mark(Queue& queue) {
+  auto reached = std::make_shared<Time>();
+  const uint64_t serial = queue.give([reached] { *reached = std::chrono::steady_clock::now(); });
+  return {&queue, serial, reached};
+}
+
+inline void wait_for(Queue& queue, const Mark& mark) {
+  if (&queue != mark.queue) queue.give([mark] { mark.queue->reach(mark.serial); });
+}
+
+}  // namespace simulated
