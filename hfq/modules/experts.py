@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from hfq.modules.graph_capture import check_not_captured, is_captured
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
@@ -58,6 +59,8 @@ class QuantizedExperts(nn.ModuleList):
         Returns:
             [tokens, hidden] in the dtype of the hidden states.
         """
+        if is_captured():
+            check_not_captured("A module of quantized experts")
         routed = [expert for expert in top_k_index.unique().tolist() if 0 <= expert < len(self)]
         if self._is_groupable(routed, hidden_states):
             result = self._compute_grouped(routed, hidden_states, top_k_index, top_k_weights)

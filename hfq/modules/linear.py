@@ -11,6 +11,7 @@ from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
 from hfq.kernels.registry import Kernel
+from hfq.modules.graph_capture import is_captured
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
@@ -104,7 +105,7 @@ def _where_it_computes(
     That is the device of the values, or the device on which the layer is stored.
     """
     execution = module.on_cpu
-    if execution is not None and execution.is_chosen(module, values):
+    if execution is not None and not is_captured() and execution.is_chosen(module, values):
         tensors = module.stored_tensors()
         execution.cpu_forwards += 1
         return module.kernel, tensors, values.to(next(iter(tensors.values())).device)

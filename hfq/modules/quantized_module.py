@@ -14,6 +14,7 @@ from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.modules.flat_buffer import FlatBuffer
+from hfq.modules.graph_capture import check_not_captured, is_captured
 from hfq.modules.offloaded_parameter import OffloadedParameter, check_stays
 from hfq.modules.tensor_cache import TensorCache
 from hfq.tensor_spec import Segment, TensorInfo
@@ -134,7 +135,10 @@ class QuantizedModule(nn.Module):
 
         Raises:
             PlacementError: The module is offloaded and was not onloaded.
+            SetupError: torch records a graph, which would keep addresses or tensors of the offload buffer.
         """
+        if is_captured():
+            check_not_captured(self.name)
         loaned = self._onloaded
         if loaned is not None and loaned[0] == threading.get_ident():
             return loaned[1]

@@ -9,18 +9,23 @@ import torch
 from torch.utils import _pytree
 
 from hfq.errors import HfqError, PlacementError, SetupError
+from hfq.modules.graph_capture import check_not_captured, is_captured
 
-__all__ = ["no_copy", "in_unit", "own_outputs", "refuse_meta"]
+__all__ = ["check_inputs", "no_copy", "in_unit", "own_outputs"]
 
 
-def refuse_meta(name: str, inputs: Sequence[object]) -> None:
-    """Raises an error for an input on meta, from which torch computes garbage.
+def check_inputs(name: str, inputs: Sequence[object]) -> None:
+    """Checks that a unit computes with values, and that torch records no graph of it.
 
-    Model code makes such an input when it moves a tensor to the device of an offloaded weight.
+    Model code makes an input on meta when it moves a tensor to the device of an offloaded weight. torch
+    computes garbage from it.
 
     Raises:
         PlacementError: An input is on meta.
+        SetupError: torch records a graph, which would keep tensors of the offload buffer.
     """
+    if is_captured():
+        check_not_captured(name)
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
         raise PlacementError(
             f"{name} received an input on meta: model code moved it to the device of an offloaded weight.",

@@ -26,7 +26,7 @@ from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
 from hfq.offload.expert_cache import ExpertCache, cache_nbytes
-from hfq.offload.guards import in_unit, no_copy, own_outputs, refuse_meta
+from hfq.offload.guards import check_inputs, in_unit, no_copy, own_outputs
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
 from hfq.offload.prefetch_order import PrefetchOrder
@@ -193,7 +193,7 @@ class Offloader:
 
         @functools.wraps(forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:
-            refuse_meta(unit.name, args)
+            check_inputs(unit.name, args)
 
             def compute(buffer: torch.Tensor) -> Any:
                 return binding.during(buffer, lambda: own_outputs(forward(*args, **kwargs), buffer))
@@ -260,7 +260,7 @@ class Offloader:
 
         @functools.wraps(forward)
         def looked_up(*args: Any, **kwargs: Any) -> Any:
-            refuse_meta(unit.name, args)
+            check_inputs(unit.name, args)
             return forward(*args, **kwargs)
 
         # its reader threads end with it, and the table needs them

@@ -1,0 +1,60 @@
+"""Limits of torch's graph capture: graphs that cannot be recorded.
+
+Kernels receive addresses, and offloaded weights are in memory for one call only. A recorded graph would keep
+both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hfq.errors import SetupError
+
+__all__ = ["check_not_captured", "is_captured"]
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+_tracing_state = torch._C._get_tracing_state
+_transform_level = torch._C._functorch.maybe_current_level
+_count_modes = torch._C._len_torch_dispatch_stack
+
+
+def is_captured() -> bool:
+    """Returns True if torch may be recording operations or transforming a function."""
+    return (
+        _tracing_state() is not None
+        or _transform_level() is not None
+        or _count_modes() > 0
+        or torch.compiler.is_exporting()
+    )
+
+
+def check_not_captured(name: str) -> None:
+    """Checks that torch computes and does not record a graph. Call it if `is_captured()`.
+
+    Args:
+        name: The module that computes.
+
+    Raises:
+        SetupError: Operations are recorded or transformed.
+    """
+    found = _captured_by()
+    if found is not None:
+        raise SetupError(
+            f"{name} cannot be captured by {found}, since a graph holds neither hfq's kernels nor offloaded "
+            "weights.",
+            expected="a call of the model",
+            found=found,
+            fix="Call the model itself, or compile it by torch.compile without fullgraph=True.",
+        )
+
+
+def _captured_by() -> str | None:
+    """Returns the part of torch that records or transforms the current computation, or None."""
+    if _tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch._C._get_dispatch_mode(_PROXY) is not None:
+        return "make_fx"
+    return "torch.func" if _transform_level() is not None else None
