@@ -8,6 +8,7 @@ import torch
 
 from hfq.errors import SetupError
 from hfq.formats import Format
+from hfq.modules.graph_capture import uncompiled
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
@@ -48,6 +49,7 @@ class QuantizedEmbedding(QuantizedModule):
         super().__init__(name, embedding_dim, num_embeddings, weight_format, infos)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
+    @uncompiled
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Looks up rows.
 

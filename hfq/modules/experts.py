@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from hfq.modules.graph_capture import check_not_captured, is_captured
+from hfq.modules.graph_capture import check_not_captured, is_captured, uncompiled
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
@@ -45,6 +45,7 @@ class QuantizedExperts(nn.ModuleList):
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.prefetch: Callable[[Iterable[QuantizedModule]], None] | None = None
 
+    @uncompiled
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: object
     ) -> torch.Tensor:
@@ -164,6 +165,7 @@ class SortedExperts(QuantizedExperts):
     that expert's output.
     """
 
+    @uncompiled
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Returns each expert's outputs for its tokens.
 

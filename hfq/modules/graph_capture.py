@@ -1,4 +1,4 @@
-"""Limits of torch's graph capture: graphs that cannot be recorded.
+"""Limits of torch's graph capture: parts that stay out of a graph, and graphs that cannot be recorded.
 
 Kernels receive addresses, and offloaded weights are in memory for one call only. A recorded graph would keep
 both.
@@ -6,17 +6,43 @@ both.
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import torch
+from torch._C._dynamo import eval_frame
 
 from hfq.errors import SetupError
 
-__all__ = ["check_not_captured", "is_captured"]
+__all__ = ["check_not_captured", "is_captured", "uncompiled"]
 
+_F = TypeVar("_F", bound=Callable)
+_REASON = "A graph holds neither hfq's kernels nor offloaded weights. Fix: Leave fullgraph=True out."
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _tracing_state = torch._C._get_tracing_state
 _transform_level = torch._C._functorch.maybe_current_level
 _count_modes = torch._C._len_torch_dispatch_stack
+
+
+def uncompiled(function: _F, is_recursive: bool = True) -> _F:
+    """Keeps a function out of the graphs of `torch.compile`; returns the function itself.
+
+    This is `torch.compiler.disable` without its wrapper, which costs time in each call, and without the
+    import of torch's compiler.
+
+    Args:
+        function: A Python function.
+        is_recursive: True if the functions that it calls are not compiled either.
+    """
+    actions = eval_frame._FrameAction
+    called = actions.SKIP if is_recursive else actions.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, called)
+    eval_frame.set_code_exec_strategy(cast(types.FunctionType, function).__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return function
 
 
 def is_captured() -> bool:

@@ -11,7 +11,7 @@ from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
 from hfq.kernels.registry import Kernel
-from hfq.modules.graph_capture import is_captured
+from hfq.modules.graph_capture import is_captured, uncompiled
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
@@ -53,6 +53,7 @@ class QuantizedLinear(QuantizedModule):
         self.scheme, self.local_in_features = scheme, in_features
         self.outliers = OutlierTally() if scheme is not None and scheme.outlier_threshold else None
 
+    @uncompiled
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
         if activations.shape[-1] != self.local_in_features or not activations.is_floating_point():
             kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"

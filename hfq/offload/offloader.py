@@ -21,6 +21,7 @@ from torch import nn
 from hfq.checkpoint import Reader
 from hfq.errors import HfqError
 from hfq.modules.flat_buffer import FlatBuffer, read_tensor
+from hfq.modules.graph_capture import uncompiled
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
@@ -191,6 +192,7 @@ class Offloader:
     def _wrap(self, index: int, unit: OffloadUnit) -> None:
         forward, binding = unit.module.forward, self._bindings[index]
 
+        @uncompiled
         @functools.wraps(forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:
             check_inputs(unit.name, args)
@@ -205,6 +207,7 @@ class Offloader:
     def _wrap_owner(self, owner: nn.Module, weights: Sequence[UnquantizedParameter]) -> None:
         forward = owner.forward
 
+        @uncompiled
         @functools.wraps(forward)
         def read_when_offloaded(*args: Any, **kwargs: Any) -> Any:
             offloaded = []
@@ -220,6 +223,7 @@ class Offloader:
 
         owner.forward = read_when_offloaded
 
+    @uncompiled
     def begin_pass(self) -> None:
         """Checks that no file of offloaded weights changed, and chooses the mode of the next pass.
 
@@ -249,7 +253,7 @@ class Offloader:
                 self.passes += is_complete
             return outputs
 
-        root.forward = one_pass
+        root.forward = uncompiled(one_pass, is_recursive=False)
 
     def _read_rows(self, unit: OffloadUnit) -> None:
         weight = unit.unquantized[0]
@@ -258,6 +262,7 @@ class Offloader:
         )
         forward = weight.module.forward
 
+        @uncompiled
         @functools.wraps(forward)
         def looked_up(*args: Any, **kwargs: Any) -> Any:
             check_inputs(unit.name, args)
