@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hfq.errors import FormatError
 from hfq.formats.base import FORMATS, Format
+from hfq.formats.configs.safe_regex import limited_matching
 from hfq.formats.detection.plugins import load_plugin
 from hfq.formats.detection.unsupported import refuse_unreadable
 from hfq.formats.layouts.fused_experts import split_experts
@@ -61,17 +62,18 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
         FormatError: A config contradicts the tensors.
     """
     load_plugin(config)
-    refuse_unreadable(modules, config)
-    found: dict[str, Format] = {}
-    for module, tensors in modules.items():
-        for candidate in FORMATS.values():
-            detected = candidate.detect(module, tensors, config)
-            if detected is not None:
-                found[module] = detected
-                break
+    with limited_matching():
+        refuse_unreadable(modules, config)
+        detected = {module: _detect(module, tensors, config) for module, tensors in modules.items()}
+    found = {module: weight_format for module, weight_format in detected.items() if weight_format is not None}
     if not found:
         raise _nothing_to_read(modules, config)
     return found
+
+
+def _detect(module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Format | None:
+    formats = (candidate.detect(module, tensors, config) for candidate in FORMATS.values())
+    return next((found for found in formats if found is not None), None)
 
 
 def _nothing_to_read(
