@@ -24,11 +24,11 @@ from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher
 from hfq.quantization.finished_layer import put_finished, quantize_decoder_layer
 from hfq.quantization.float_checkpoint import Source, sizes_known
-from hfq.quantization.journal import Journal
+from hfq.quantization.journal import Journal, begun_folder
 from hfq.quantization.layer_inputs import Call, capture, run_decoder_layer
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.progress import LayerReport, Progress, QuantizeReport
-from hfq.quantization.side_files import finish
+from hfq.quantization.side_files import finish, side_file_names
 from hfq.recipes.recipe import METHODS, Recipe
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 from hfq.version import __version__
@@ -124,7 +124,7 @@ class _Job:
             "layers": sorted(self.sizes),
         }
         job["calibration"] = calibration.digest if calibration else None
-        self.journal = Journal(target, job)
+        self.journal = Journal(target, job, side_file_names(source.checkpoint))
 
     def run(self, progress: Callable[[Progress], None] | None) -> QuantizeReport:
         started = time.perf_counter()
@@ -338,8 +338,7 @@ def _packed_nbytes(
 
 def _check_room(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
-    begun = target.parent / f".{target.name}.quantizing"
-    there = sum(file.stat().st_size for file in begun.glob("*.safetensors")) if begun.is_dir() else 0
+    there = sum(file.lstat().st_size for file in begun_folder(target).glob("*.safetensors"))
     if free + there < nbytes:
         raise CheckpointError(
             "The disk has too little free space for the quantized checkpoint. Nothing was written.",

@@ -7,13 +7,12 @@ shard whose digest matches the journal.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import weakref
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,12 +20,20 @@ from hfq.checkpoint import write_safetensors
 from hfq.checkpoint.write_checkpoint import sync_folder
 from hfq.checkpoint.writer import StoredTensor
 from hfq.errors import CheckpointError, SetupError
+from hfq.quantization.working_folder import WorkingFolder
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "begun_folder"]
 
 logger = logging.getLogger(__name__)
 
 _NAME = "journal.json"
+_NEW = f"{_NAME}.new"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|\.model-\d{5}-of-\d{5}\.safetensors\.\w+\.tmp")
+
+
+def begun_folder(target: Path) -> Path:
+    """Returns the hidden folder of a target."""
+    return target.parent / f".{target.name}.quantizing"
 
 
 class Journal:
@@ -36,19 +43,21 @@ class Journal:
         target: Final folder of the checkpoint.
         job: Everything that determines the output bytes, as JSON types. A hidden folder of another job raises
             an error.
+        side_files: Names of all files that will be written next to the shards.
 
     Raises:
         SetupError: An unfinished run with another job exists for this target, or another process uses it.
-        CheckpointError: The folder cannot be created.
+        CheckpointError: The folder cannot be created, or holds anything that hfq did not make.
     """
 
-    def __init__(self, target: Path, job: Mapping[str, Any]) -> None:
-        self.target, self.folder = target, target.parent / f".{target.name}.quantizing"
+    def __init__(self, target: Path, job: Mapping[str, Any], side_files: Collection[str]) -> None:
+        self.target, self.folder = target, begun_folder(target)
         self.job = json.loads(json.dumps(job))
         self.shards: dict[str, dict[str, Any]] = {}
+        self._side_files = frozenset(side_files)
         self.guarded(lambda: self.folder.mkdir(exist_ok=True))
-        self._descriptor = os.open(self.folder, os.O_RDONLY)
-        self.close = weakref.finalize(self, os.close, self._descriptor)  # also releases the lock
+        self._opened = WorkingFolder(self.folder, f"quantizing into {target}")
+        self.close = self._opened.close
         try:
             self._begin()
         except BaseException:
@@ -106,35 +115,24 @@ class Journal:
         sync_folder(self.target.parent)
 
     def _begin(self) -> None:
-        self._lock()
-        if (self.folder / _NAME).exists():
-            self._resume()
-            return
-        for file in self.folder.iterdir():
-            file.unlink()
+        found = self._read()
+        if found is None:  # then nothing else can be known to be hfq's
+            self._opened.remove(self._opened.check_names(lambda name: name == _NEW))
+        else:
+            self._check_job(found["job"])
+            self._resume(found["shards"])
         self._save()
 
-    def _lock(self) -> None:
-        """Locks the folder against other processes, until this one ends."""
+    def _read(self) -> dict[str, Any] | None:
+        """Returns the journal of an earlier run, or None if there is none."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SetupError(
-                f"Another process is quantizing into {self.target}. Nothing was changed.",
-                file=self.folder,
-                expected="one process for each folder",
-                found="a locked folder",
-                fix="Wait for the other process, or choose another folder.",
-            ) from error
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s). Do not start a second process for it.", self.folder, error.strerror
-            )
-
-    def _resume(self) -> None:
-        try:
-            found = json.loads((self.folder / _NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            raw = self._opened.read(_NAME)
+            if raw is None:
+                return None
+            found = json.loads(raw)
+            if not isinstance(found, dict) or found.pop("sha256", None) != _checksum(found):
+                raise ValueError("a journal that does not match its checksum")
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 "The journal of an unfinished quantization cannot be read. Nothing was changed.",
                 file=self.folder / _NAME,
@@ -142,10 +140,11 @@ class Journal:
                 found=error,
                 fix="Remove this folder, and start again.",
             ) from error
-        if found["job"] != self.job:
-            differing = sorted(
-                key for key in {*found["job"], *self.job} if found["job"].get(key) != self.job.get(key)
-            )
+        return found
+
+    def _check_job(self, found: dict[str, Any]) -> None:
+        if found != self.job:
+            differing = sorted(key for key in {*found, *self.job} if found.get(key) != self.job.get(key))
             raise SetupError(
                 f"An unfinished quantization into {self.target} has other options. Nothing was changed.",
                 file=self.folder,
@@ -153,25 +152,30 @@ class Journal:
                 found=f"different {', '.join(differing)}",
                 fix="Run it with its original options, or remove this folder.",
             )
-        for shard, entry in found["shards"].items():
-            file = self.folder / shard
-            if not file.is_file() or _digest(file) != entry["sha256"]:
-                logger.warning("%s has changed since it was written. It is written again.", file)
-                continue
-            self.shards[shard] = entry
-        for file in self.folder.iterdir():
-            if file.name not in (_NAME, *self.shards):
-                file.unlink()
-        self._save()
+
+    def _resume(self, shards: Mapping[str, dict[str, Any]]) -> None:
+        """Keeps the shards that match the journal, and removes what an earlier run left half-written."""
+        names = self._opened.check_names(self._is_made_by_hfq)
+        for shard, entry in shards.items():
+            if shard in names and _digest(self.folder / shard) == entry["sha256"]:
+                self.shards[shard] = entry
+            else:
+                logger.warning(
+                    "%s has changed since it was written. It is written again.", self.folder / shard
+                )
+        self._opened.remove(name for name in names if name not in (_NAME, *self.shards))
+
+    def _is_made_by_hfq(self, name: str) -> bool:
+        return name in (_NAME, _NEW, *self._side_files) or _SHARD.fullmatch(name) is not None
 
     def _save(self) -> None:
         def replace() -> None:
-            temporary = self.folder / f"{_NAME}.new"
-            with open(temporary, "w", encoding="utf-8") as stream:
-                json.dump({"job": self.job, "shards": self.shards}, stream)
+            document = {"job": self.job, "shards": self.shards}
+            with open(self.folder / _NEW, "w", encoding="utf-8") as stream:
+                json.dump({**document, "sha256": _checksum(document)}, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(temporary, self.folder / _NAME)
+            os.replace(self.folder / _NEW, self.folder / _NAME)
 
         self.guarded(replace)
 
@@ -186,6 +190,10 @@ class Journal:
                 found=error.strerror,
                 fix="Free disk space, and run the same command again to continue.",
             ) from error
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

@@ -24,9 +24,19 @@ from hfq.quantization.progress import QuantizeReport
 from hfq.recipes.recipe import Recipe
 from hfq.version import __version__
 
-__all__ = ["finish"]
+__all__ = ["finish", "side_file_names"]
 
 _WRITTEN = ("config.json", "README.md", "quantize_config.json", INDEX)
+
+
+def side_file_names(source: Checkpoint) -> set[str]:
+    """Returns the names of all files that `finish` may write.
+
+    Raises:
+        CheckpointError: A file of the source's folder cannot be copied.
+    """
+    copied, _ = side_files(source)
+    return {*_WRITTEN, *(Path(file).name for file in copied)}
 
 
 def finish(
