@@ -28,6 +28,7 @@ from hfq.tensor_spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
 
 __all__ = [
     "INDEX",
+    "JOURNAL",
     "Made",
     "NewFile",
     "check_target",
@@ -37,10 +38,14 @@ __all__ = [
     "shard_head",
     "side_files",
     "sync_folder",
+    "taken",
     "write_folder",
 ]
 
 INDEX = "model.safetensors.index.json"
+JOURNAL = ".hfq-journal.json"
+"""Journal of an unfinished quantization, which is no part of a checkpoint."""
+
 _DATA_ALIGNMENT = 4096
 _CHUNK_NBYTES = 16 << 20
 _EXPERT = re.compile(r"(?:.*\.)?experts\.[0-9]+(?=\.|$)")
@@ -126,8 +131,13 @@ def write_folder(
     return needed
 
 
-def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
+def check_target(source: Checkpoint, target: str | os.PathLike, marker: str | None = None) -> Path:
     """Returns the real path of a folder to create: absent or empty, and outside the source.
+
+    Args:
+        source: The checkpoint that is read.
+        target: The folder.
+        marker: Name of a file that marks a folder of an interrupted run, which may have content.
 
     Raises:
         CheckpointError: It is not empty, is inside the source, or its parent folder does not exist.
@@ -141,22 +151,10 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
             found="a folder inside it",
             fix="Choose another folder.",
         )
-    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir()) or os.path.ismount(target)):
-        found = (
-            "a mount point"
-            if os.path.ismount(target)
-            else "a folder with content"
-            if target.is_dir()
-            else "a file"
-        )
-        raise CheckpointError(
-            "The folder of the new checkpoint cannot be used. Nothing was written.",
-            file=target,
-            expected="nothing, or an empty folder",
-            found=found,
-            fix=f"Choose a new folder, for example "
-            f"{target / 'resharded' if target.is_dir() else f'{target}-resharded'}.",
-        )
+    is_marked = marker is not None and os.path.lexists(target / marker)
+    is_taken = not target.is_dir() or any(target.iterdir()) or os.path.ismount(target)
+    if os.path.lexists(target) and is_taken and not is_marked:
+        raise taken(target)
     if not target.parent.is_dir():
         raise CheckpointError(
             "The parent folder of the new checkpoint does not exist. Nothing was written.",
@@ -166,6 +164,19 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
             fix="Create it, or choose another folder.",
         )
     return target
+
+
+def taken(target: Path) -> CheckpointError:
+    """Returns the error for a target that is neither absent nor empty."""
+    is_folder = target.is_dir()
+    found = "a mount point" if os.path.ismount(target) else "a folder with content" if is_folder else "a file"
+    return CheckpointError(
+        "The folder of the new checkpoint cannot be used. Nothing was written.",
+        file=target,
+        expected="nothing, or an empty folder",
+        found=found,
+        fix=f"Choose a new folder, for example {target / 'new' if is_folder else f'{target}-new'}.",
+    )
 
 
 def in_order(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
@@ -232,7 +243,7 @@ def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
     for path in sorted(Path(source.root).iterdir()):
         if path.is_dir() or path.name.lower().endswith((".safetensors", *_DANGEROUS_SUFFIXES)):
             left_out.append(path.name)
-        elif not _ANY_INDEX.fullmatch(path.name):
+        elif path.name != JOURNAL and not _ANY_INDEX.fullmatch(path.name):
             _check_contained(Path(source.root), path)
             try:
                 with open_regular(path) as stream:

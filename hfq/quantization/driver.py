@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.write_checkpoint import check_target
+from hfq.checkpoint.write_checkpoint import JOURNAL, check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
 from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
@@ -78,7 +78,7 @@ def quantize(
     """
     recipe = _as_recipe(recipe)
     source = Source(model)
-    target = check_target(source.checkpoint, output_dir)
+    target = check_target(source.checkpoint, output_dir, marker=JOURNAL)
     text = _calibration(source, recipe, dataset, num_calibration_samples, max_seq_length)
     job = _Job(source, recipe, modules_to_not_convert, target, text)
     try:
@@ -196,8 +196,8 @@ class _Job:
         trim_heap()
 
     def _captured(self) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
-        """Returns the inputs of all decoder layers, or nothing if the method needs no activations."""
-        if self.calibration is None:
+        """Returns the inputs of all decoder layers, or nothing if no layer is left that needs them."""
+        if self.calibration is None or all(shard in self.journal for shard in self._shards().values()):
             return [], {}
         width = (
             1 if self.recipe.distill_steps else max(size for sizes in self.sizes.values() for size in sizes)

@@ -1,23 +1,27 @@
 """Hidden folder in which a quantized checkpoint is written shard by shard, with a journal.
 
-It is next to the output folder, and is renamed to it when everything is done. Until then, the output folder
-does not exist. A killed run leaves the hidden folder behind. When the same run starts again, it keeps every
-shard whose digest matches the journal.
+It is next to the output folder, and is renamed to it when everything is on disk. Until then, the output
+folder does not exist. The journal goes last, from the output folder. A killed run leaves a folder with a
+journal behind. When the same run starts again, it keeps every shard whose digest matches the journal.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hfq.checkpoint import write_safetensors
-from hfq.checkpoint.write_checkpoint import sync_folder
+from hfq.checkpoint.header import open_regular
+from hfq.checkpoint.write_checkpoint import JOURNAL, sync_folder, taken
 from hfq.checkpoint.writer import StoredTensor
 from hfq.errors import CheckpointError, SetupError
 from hfq.quantization.working_folder import WorkingFolder
@@ -26,14 +30,15 @@ __all__ = ["Journal", "begun_folder"]
 
 logger = logging.getLogger(__name__)
 
-_NAME = "journal.json"
-_NEW = f"{_NAME}.new"
+_NEW = f"{JOURNAL}.new"
+_APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY)
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|\.model-\d{5}-of-\d{5}\.safetensors\.\w+\.tmp")
 
 
 def begun_folder(target: Path) -> Path:
-    """Returns the hidden folder of a target."""
-    return target.parent / f".{target.name}.quantizing"
+    """Returns the hidden folder of a target, or the target if it holds a journal."""
+    hidden = target.parent / f".{target.name}.quantizing"
+    return target if os.path.lexists(target / JOURNAL) else hidden
 
 
 class Journal:
@@ -45,6 +50,9 @@ class Journal:
             an error.
         side_files: Names of all files that will be written next to the shards.
 
+    Attributes:
+        is_renamed: True if an earlier run wrote and renamed everything, and only had to remove its journal.
+
     Raises:
         SetupError: An unfinished run with another job exists for this target, or another process uses it.
         CheckpointError: The folder cannot be created, or holds anything that hfq did not make.
@@ -52,10 +60,11 @@ class Journal:
 
     def __init__(self, target: Path, job: Mapping[str, Any], side_files: Collection[str]) -> None:
         self.target, self.folder = target, begun_folder(target)
+        self.is_renamed = self.folder == target
         self.job = json.loads(json.dumps(job))
         self.shards: dict[str, dict[str, Any]] = {}
         self._side_files = frozenset(side_files)
-        self.guarded(lambda: self.folder.mkdir(exist_ok=True))
+        self._guarded(lambda: self.folder.mkdir(exist_ok=True))
         self._opened = WorkingFolder(self.folder, f"quantizing into {target}")
         self.close = self._opened.close
         try:
@@ -97,24 +106,48 @@ class Journal:
         }
         self._save()
 
-    def write(self, name: str, text: str) -> None:
-        """Writes a small file next to the shards."""
-        self.guarded(lambda: (self.folder / name).write_text(text, encoding="utf-8"))
+    def write(self, name: str, content: str | Path) -> None:
+        """Writes a small file next to the shards: a text, or a copy of a file."""
+
+        def create() -> None:
+            source = io.BytesIO(content.encode()) if isinstance(content, str) else open_regular(content)
+            with source, open(self.folder / name, "xb") as stream:
+                shutil.copyfileobj(source, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+
+        self._guarded(create)
 
     def finish(self) -> None:
-        """Renames the folder to its final name."""
-
-        def rename() -> None:
-            (self.folder / _NAME).unlink()
-            for file in self.folder.iterdir():
-                sync_folder(file)
+        """Renames the folder to its final name, and then removes the journal."""
+        if not self.is_renamed:
             sync_folder(self.folder)
-            os.rename(self.folder, self.target)
+            self._guarded(self._rename)
+            sync_folder(self.target.parent)
+        try:
+            self._opened.remove([JOURNAL])
+        except OSError as error:
+            logger.warning("%s is not removed: %s. No load reads it.", self.target / JOURNAL, error.strerror)
+        sync_folder(self.target)
 
-        self.guarded(rename)
-        sync_folder(self.target.parent)
+    def _rename(self) -> None:
+        try:
+            os.rename(self.folder, self.target)
+        except OSError as error:
+            if error.errno not in _APPEARED:
+                raise
+            raise CheckpointError(
+                "The output folder appeared while the model was quantized. The quantized model is kept.",
+                file=self.target,
+                expected="nothing, or an empty folder",
+                found=error.strerror,
+                fix=f"Move {self.target} elsewhere, and run the same command again to continue.",
+            ) from error
 
     def _begin(self) -> None:
+        if self.is_renamed:
+            self._check_renamed()
+            return
         found = self._read()
         if found is None:  # then nothing else can be known to be hfq's
             self._opened.remove(self._opened.check_names(lambda name: name == _NEW))
@@ -123,10 +156,24 @@ class Journal:
             self._resume(found["shards"])
         self._save()
 
+    def _check_renamed(self) -> None:
+        """Raises an error if the target is not the finished checkpoint of this job."""
+        try:
+            found = self._read()
+        except CheckpointError as error:
+            raise taken(self.target) from error
+        if found is None or found["job"] != self.job:
+            raise taken(self.target)
+        for shard, entry in found["shards"].items():
+            file = self.folder / shard
+            if not file.is_file() or _digest(file) != entry["sha256"]:
+                raise taken(self.target)
+        self.shards = found["shards"]
+
     def _read(self) -> dict[str, Any] | None:
         """Returns the journal of an earlier run, or None if there is none."""
         try:
-            raw = self._opened.read(_NAME)
+            raw = self._opened.read(JOURNAL)
             if raw is None:
                 return None
             found = json.loads(raw)
@@ -135,7 +182,7 @@ class Journal:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 "The journal of an unfinished quantization cannot be read. Nothing was changed.",
-                file=self.folder / _NAME,
+                file=self.folder / JOURNAL,
                 expected="the journal that hfq wrote",
                 found=error,
                 fix="Remove this folder, and start again.",
@@ -154,7 +201,7 @@ class Journal:
             )
 
     def _resume(self, shards: Mapping[str, dict[str, Any]]) -> None:
-        """Keeps the shards that match the journal, and removes what an earlier run left half-written."""
+        """Keeps the shards that match the journal, and removes half-written files."""
         names = self._opened.check_names(self._is_made_by_hfq)
         for shard, entry in shards.items():
             if shard in names and _digest(self.folder / shard) == entry["sha256"]:
@@ -163,10 +210,10 @@ class Journal:
                 logger.warning(
                     "%s has changed since it was written. It is written again.", self.folder / shard
                 )
-        self._opened.remove(name for name in names if name not in (_NAME, *self.shards))
+        self._opened.remove(name for name in names if name not in (JOURNAL, *self.shards))
 
     def _is_made_by_hfq(self, name: str) -> bool:
-        return name in (_NAME, _NEW, *self._side_files) or _SHARD.fullmatch(name) is not None
+        return name in (JOURNAL, _NEW, *self._side_files) or _SHARD.fullmatch(name) is not None
 
     def _save(self) -> None:
         def replace() -> None:
@@ -175,11 +222,11 @@ class Journal:
                 json.dump({**document, "sha256": _checksum(document)}, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(self.folder / _NEW, self.folder / _NAME)
+            os.replace(self.folder / _NEW, self.folder / JOURNAL)
 
-        self.guarded(replace)
+        self._guarded(replace)
 
-    def guarded(self, action: Callable[[], object]) -> None:
+    def _guarded(self, action: Callable[[], object]) -> None:
         try:
             action()
         except OSError as error:

@@ -5,9 +5,7 @@ These are the index, the configs, the tokenizer's files, and the model card.
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +60,14 @@ def finish(
     Raises:
         CheckpointError: A file cannot be written or copied, or the folder does not read back correctly.
     """
+    if journal.is_renamed:
+        journal.finish()
+        return
     config = recipe.quantization_config(weight_format, dense, __version__)
     copied, _ = side_files(source.checkpoint)
     for file in copied:
         if Path(file).name not in _WRITTEN:
-            journal.guarded(functools.partial(shutil.copyfile, file, journal.folder / Path(file).name))
+            journal.write(Path(file).name, Path(file))
     weight_map = {name: shard for shard, entry in journal.shards.items() for name in entry["tensors"]}
     index = {"metadata": {"total_size": report.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     journal.write(INDEX, _json(index))
@@ -74,7 +75,7 @@ def finish(
     if isinstance(weight_format, Gptq):
         journal.write("quantize_config.json", _json(config))
     card = Path(source.checkpoint.root, "README.md")
-    text = card.read_text(encoding="utf-8") if str(card) in copied else ""
+    text = card.read_text(encoding="utf-8", errors="replace") if str(card) in copied else ""
     journal.write("README.md", model_card(text, source.checkpoint, recipe, report, dense, calibration))
     _check(journal.folder, source, config, report)
     journal.finish()

@@ -49,7 +49,7 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, odd):
 def test_a_mount_point_is_refused_before_the_wrong_disk_is_filled(tmp_path, odd, monkeypatch):
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
-    with refused("cannot be used", "found: a mount point", str(tmp_path / "disk" / "resharded")):
+    with refused("cannot be used", "found: a mount point", str(tmp_path / "disk" / "new")):
         reshard_checkpoint(odd, tmp_path / "disk")
 
 

@@ -194,7 +194,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_what_is_finished(tmp_path, monkey
 def test_a_damaged_journal_is_named(tmp_path):
     source = made(tmp_path / "source")
     (tmp_path / ".out.quantizing").mkdir()
-    (tmp_path / ".out.quantizing" / "journal.json").write_text("{")
+    (tmp_path / ".out.quantizing" / ".hfq-journal.json").write_text("{")
     refused(CheckpointError, "journal", tmp_path / "out", source, RTN)
 
 

@@ -53,7 +53,7 @@ def test_files_without_a_journal_are_not_known_to_be_of_hfq(name, tmp_path):
     assert content(folder) == {name: b"mine"}
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", "journal.json.bak"])
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", ".hfq-journal.json.bak"])
 def test_other_files_next_to_a_journal_are_named_and_kept(name, tmp_path):
     folder = begun(tmp_path / "out")
     (folder / name).write_text("mine")
@@ -82,19 +82,19 @@ def test_leftovers_of_an_earlier_run_are_removed(tmp_path):
     folder = begun(tmp_path / "out")
     for name in ("model-00002-of-00002.safetensors", f".{SHARD}.0a_b1c2d.tmp", "config.json"):
         (folder / name).write_text("half")
-    (folder / "journal.json.new").write_text("half")
+    (folder / ".hfq-journal.json.new").write_text("half")
     journal = Journal(tmp_path / "out", {"bits": 4}, SIDE_FILES)
     assert SHARD in journal
-    assert set(content(folder)) == {SHARD, "journal.json"}
+    assert set(content(folder)) == {SHARD, ".hfq-journal.json"}
     journal.close()
 
 
 def test_a_run_that_was_killed_before_its_first_journal_starts_again(tmp_path):
     folder = tmp_path / ".out.quantizing"
     folder.mkdir()
-    (folder / "journal.json.new").write_text("{")
+    (folder / ".hfq-journal.json.new").write_text("{")
     Journal(tmp_path / "out", {"bits": 4}, SIDE_FILES).close()
-    assert set(content(folder)) == {"journal.json"}
+    assert set(content(folder)) == {".hfq-journal.json"}
 
 
 def test_a_folder_that_was_renamed_meanwhile_is_not_used(tmp_path, monkeypatch):
