@@ -19,8 +19,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    # optimum.commands.register adds verbs to optimum-cli
-    packages=[*find_packages(include=["hfq", "hfq.*"]), "optimum.commands.register"],
+    packages=find_packages(include=["hfq", "hfq.*"]),
     package_data={
         "hfq": [
             "py.typed",

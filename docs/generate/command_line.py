@@ -25,7 +25,8 @@ _HEAD = """# Command line
   bytes (`_nbytes`) and times in seconds (`_seconds`).
 - Exit status: 0 for success, 1 for an error or a problem found, 2 for wrong usage, and 130 after
   Ctrl-C. `compare` returns 0 for equal, 1 for different, and 2 for trouble.
-- `python -m hfq` is the same as `hfq`. With the extra `quantize`, `optimum-cli hfq VERB` is, too.
+- `python -m hfq` is the same as `hfq`. After `pip install ./optimum-hfq` in a clone of the
+  repository, `optimum-cli hfq VERB` is, too.
 
 | verb | task |
 |---|---|

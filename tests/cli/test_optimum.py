@@ -1,6 +1,8 @@
 """`optimum-cli hfq VERB`: hfq's own verbs, options and errors, and one parser for them."""
 
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,17 @@ from hfq.formats.configs.source_config import source_config
 from tests.support import tiny_models
 
 optimum_cli = pytest.importorskip("optimum.commands.optimum_cli")
+ROOT = Path(__file__).parents[2]
+REGISTER = "optimum.commands.register"
 QUANTIZE = ["quantize", "--method", "rtn", "--bits", "3", "--group-size", "32"]
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
     """run(arguments) → (the exit status, what was printed) of `optimum-cli hfq arguments`."""
-    monkeypatch.syspath_prepend(
-        Path(__file__).parents[2]
-    )  # an installed hfq has the file beside optimum's own
+    spec = ModuleSpec(REGISTER, None, is_package=True)  # in place of an installed optimum-hfq
+    spec.submodule_search_locations = [str(ROOT / "optimum-hfq" / REGISTER.replace(".", "/"))]
+    monkeypatch.setitem(sys.modules, REGISTER, module_from_spec(spec))
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["optimum-cli", "hfq", *map(str, arguments)])
