@@ -19,6 +19,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    # makes an editable install put the clone on sys.path. An import hook would lose to a folder named hfq
+    package_dir={"": "."},
     packages=find_packages(include=["hfq", "hfq.*"]),
     package_data={
         "hfq": [
