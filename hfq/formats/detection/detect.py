@@ -61,9 +61,10 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
         NotQuantizedFormatError: No module is in a format that hfq reads.
         FormatError: A config contradicts the tensors.
     """
-    load_plugin(config)
+    is_plugin = load_plugin(config)
     with limited_matching():
-        refuse_unreadable(modules, config)
+        if not is_plugin:
+            refuse_unreadable(modules, config)
         detected = {module: _detect(module, tensors, config) for module, tensors in modules.items()}
     found = {module: weight_format for module, weight_format in detected.items() if weight_format is not None}
     if not found:

@@ -34,7 +34,7 @@ METHODS = frozenset(
 _loaded: set[str] = set()
 
 
-def load_plugin(config: Mapping) -> None:
+def load_plugin(config: Mapping) -> bool:
     """Imports the package that provides the format of an unknown `quant_method`.
 
     Importing the package registers the format. The package declares it as an entry point:
@@ -45,13 +45,16 @@ def load_plugin(config: Mapping) -> None:
     Args:
         config: The checkpoint's `quantization_config`.
 
+    Returns:
+        True if a package provides the format.
+
     Raises:
         SetupError: The entry point exists but cannot be loaded.
     """
     method = config.get("quant_method")
-    if not isinstance(method, str) or method in METHODS or method in _loaded:
-        return
-    for entry in entry_points(group=GROUP, name=method):
+    if not isinstance(method, str) or method in METHODS:
+        return False
+    for entry in () if method in _loaded else entry_points(group=GROUP, name=method):
         try:
             entry.load()
         except Exception as error:
@@ -62,3 +65,4 @@ def load_plugin(config: Mapping) -> None:
                 fix="Reinstall the package that provides the format, or uninstall it.",
             ) from error
         _loaded.add(method)
+    return method in _loaded

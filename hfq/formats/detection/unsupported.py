@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from hfq.errors import FormatError
 from hfq.formats.configs.compressed_tensors_config import format_of
@@ -17,6 +17,7 @@ class UnsupportedFormatError(FormatError):
 
 
 _AGAIN = "Quantize the original model again in a format that `hfq formats` lists."
+_PLAIN = f"Load it without HfqConfig. Or {_AGAIN[0].lower()}{_AGAIN[1:]}"
 REFUSED = {
     "GPTQ Marlin": (
         "B and s",
@@ -34,6 +35,17 @@ REFUSED = {
     "EXL2 / EXL3": ("q_weight and q_invperm, or trellis", _AGAIN),
     "SpQR": ("dense_weights and row_offsets", _AGAIN),
     "QuIP#": ("Qidxs", _AGAIN),
+    "Gemma QAT": ("quant_method='gemma'", _PLAIN),
+    "FP-Quant": ("quant_method='fp_quant'", _PLAIN),
+    "BitNet": ("quant_method='bitnet'", _PLAIN),
+    "EETQ": ("quant_method='eetq'", _PLAIN),
+    "Four Over Six": ("quant_method='fouroversix'", _PLAIN),
+    "HIGGS": ("quant_method='higgs'", _PLAIN),
+    "SINQ": ("quant_method='sinq'", _PLAIN),
+    "block-wise int8": ("quant_method='blockwise_int8'", _AGAIN),
+    "QQQ": ("quant_method='qqq'", _AGAIN),
+    "Quark FP4 / FP6 / INT4": ("quark, with weight I32, or weight and weight_scale U8", _PLAIN),
+    "DeepSeek-V4": ("weight F8_E4M3 or I8, and scale F8_E8M0; or fp8 with weight I8", _PLAIN),
 }
 """Unsupported formats: format → (how hfq recognizes it, the fix).
 
@@ -52,6 +64,30 @@ _SIGNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("SpQR", frozenset({"dense_weights", "row_offsets"})),
     ("QuIP#", frozenset({"Qidxs"})),
 )
+_METHODS = {
+    "gemma": "Gemma QAT",
+    "fp_quant": "FP-Quant",
+    "bitnet": "BitNet",
+    "eetq": "EETQ",
+    "fouroversix": "Four Over Six",
+    "higgs": "HIGGS",
+    "sinq": "SINQ",
+    "blockwise_int8": "block-wise int8",
+    "qqq": "QQQ",
+}
+"""Methods whose tensors another format of hfq would claim, or none.
+
+A config names them and their tensors do not.
+"""
+
+_CODES: tuple[tuple[str, str | None, dict[str, set[str]]], ...] = (
+    ("Quark FP4 / FP6 / INT4", "quark", {"weight": {"U8"}, "weight_scale": {"U8"}}),
+    ("Quark FP4 / FP6 / INT4", "quark", {"weight": {"I32"}}),
+    ("DeepSeek-V4", None, {"weight": {"I8", "F8_E4M3"}, "scale": {"F8_E8M0"}}),
+    ("DeepSeek-V4", "fp8", {"weight": {"I8"}}),
+)
+"""Formats that the dtypes of tensors tell: (format, `quant_method` or None for any, {tensor: dtypes})."""
+
 _LABELS = (("marlin", "GPTQ Marlin"), ("bitblas", "bitblas"))
 _CT_LABELS = re.compile(r"marlin-24|sparse-24|sparse-bitmask|mxfp6")
 
@@ -66,17 +102,19 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
     for text, variant in _LABELS:
         if label == text and config.get("quant_method") in (None, "gptq"):
             raise refused(variant, "config.json", None, f"checkpoint_format={label!r}")
+    method = config.get("quant_method")
+    if isinstance(method, str) and method in _METHODS:
+        raise refused(_METHODS[method], "config.json", None, f"quant_method={method!r}")
     for module, tensors in modules.items():
-        for variant, sign in _SIGNS:
-            if sign <= tensors.keys():
-                info = tensors[min(sign)]
-                raise refused(
-                    variant,
-                    info.range.file,
-                    info.name,
-                    ", ".join(f"{local} {tensors[local]}" for local in sorted(sign)),
-                )
-        if config.get("quant_method") == "compressed-tensors" and "weight_packed" in tensors:
+        for variant, sign in _signs_of(tensors, method):
+            info = tensors[min(sign)]
+            raise refused(
+                variant,
+                info.range.file,
+                info.name,
+                ", ".join(f"{local} {tensors[local]}" for local in sorted(sign)),
+            )
+        if method == "compressed-tensors" and "weight_packed" in tensors:
             found = _CT_LABELS.search(format_of(module, config))
             if found:
                 variant = next((name for name in REFUSED if found[0] in name), found[0])
@@ -86,6 +124,16 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
                     tensors["weight_packed"].name,
                     f"format={found[0]!r}",
                 )
+
+
+def _signs_of(tensors: Mapping[str, TensorInfo], method: object) -> Iterator[tuple[str, Collection[str]]]:
+    """Yields (format, names of the tensors that tell it) for a module in a format of `REFUSED`."""
+    yield from ((variant, sign) for variant, sign in _SIGNS if sign <= tensors.keys())
+    for variant, named, dtypes in _CODES:
+        if named in (None, method) and all(
+            local in tensors and tensors[local].dtype in allowed for local, allowed in dtypes.items()
+        ):
+            yield variant, dtypes.keys()
 
 
 def refused(variant: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:

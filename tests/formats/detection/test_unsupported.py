@@ -11,7 +11,9 @@ from hfq.formats.detection.unsupported import REFUSED
 from tests.support import tiny_models
 
 CT = {"quant_method": "compressed-tensors"}
+QUARK, FP8 = {"quant_method": "quark"}, {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WORDS, FLOATS = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8)
+BYTES, POWERS = WORDS.byte(), torch.zeros(4, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 SEEN = [
     ("GPTQ Marlin", {"quant_method": "gptq"}, {"B": WORDS, "s": FLOATS.half()}),
     (
@@ -61,6 +63,28 @@ SEEN = [
     ("EXL2 / EXL3", {"quant_method": "exl3"}, {"trellis": WORDS.short(), "suh": FLOATS, "svh": FLOATS}),
     ("SpQR", {"quant_method": "spqr"}, {"dense_weights": WORDS, "row_offsets": WORDS, "col_vals": WORDS}),
     ("QuIP#", {"quant_method": "quip"}, {"Qidxs": WORDS.short(), "SU": FLOATS, "SV": FLOATS}),
+    ("Gemma QAT", {"quant_method": "gemma", "num_bits": 4}, {"weight": BYTES, "weight_scale": FLOATS[:, :1]}),
+    ("FP-Quant", {"quant_method": "fp_quant"}, {"qweight": BYTES, "scales": BYTES, "dqweight": FLOATS[:0]}),
+    ("BitNet", {"quant_method": "bitnet"}, {"weight": BYTES, "weight_scale": FLOATS[0, :1]}),
+    ("EETQ", {"quant_method": "eetq"}, {"weight": WORDS.char(), "weight_scales": FLOATS[0].half()}),
+    ("Four Over Six", {"quant_method": "fouroversix"}, {"weight": BYTES, "weight_scale": BYTES}),
+    ("HIGGS", {"quant_method": "higgs"}, {"weight": WORDS.short(), "scales": FLOATS, "tables": FLOATS}),
+    ("SINQ", {"quant_method": "sinq"}, {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS}),
+    (
+        "block-wise int8",
+        {"quant_method": "blockwise_int8"},
+        {"weight": WORDS.char(), "weight_scale_inv": FLOATS[:1, :1]},
+    ),
+    ("QQQ", {"quant_method": "qqq"}, {"B": WORDS, "s_channel": FLOATS, "s_group": FLOATS}),
+    ("Quark FP4 / FP6 / INT4", QUARK, {"weight": BYTES, "weight_scale": BYTES}),
+    ("Quark FP4 / FP6 / INT4", QUARK, {"weight": WORDS, "weight_scale": FLOATS, "weight_zero_point": WORDS}),
+    ("DeepSeek-V4", FP8, {"weight": WORDS.char(), "scale": POWERS}),
+    ("DeepSeek-V4", FP8, {"weight": FLOATS.to(torch.float8_e4m3fn), "scale": POWERS}),
+    (
+        "DeepSeek-V4",
+        FP8 | {"expert_dtype": "fp4"},
+        {"weight": WORDS.char(), "weight_scale_inv": FLOATS},
+    ),
 ]
 IDS = [f"{variant}, {', '.join(tensors)}" for variant, _, tensors in SEEN]
 
@@ -115,3 +139,10 @@ def test_half_of_a_sign_is_no_sign(local, tmp_path):
     with pytest.raises(FormatError) as caught:
         detect_formats(tensors_by_module(checkpoint.tensors), {})
     assert "is not supported" not in str(caught.value)
+
+
+def test_a_plugin_reads_a_format_that_hfq_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfq.formats.detection.plugins._loaded", {"gemma"})
+    tensors = {"weight": FLOATS.to(torch.float8_e4m3fn), "weight_scale": FLOATS[:, :1]}
+    checkpoint = Checkpoint.open(write(tmp_path, {}, tensors))
+    assert detect_formats(tensors_by_module(checkpoint.tensors), {"quant_method": "gemma"})
