@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "CudaClock", "HostClock"]
+__all__ = ["Clock", "EventClock", "HostClock"]
 
 
 class Clock(Protocol):
@@ -36,29 +36,29 @@ class HostClock:
         return stamp
 
 
-class CudaClock:
-    """Clock of CUDA events.
-
-    It follows the CUDA programming model, as `CudaCopyStream` does. It has not run on a GPU.
+class EventClock:
+    """Clock of an accelerator's events.
 
     Args:
         device: The execution device.
         copies: The stream that copies.
     """
 
-    def __init__(self, device: torch.device, copies: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device, copies: torch.Stream) -> None:
         self._device, self._copies = device, copies
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._first.record(torch.cuda.current_stream(device))
+        self._first = self.stamp_compute()
         self._first.synchronize()
         self._began = time.perf_counter()
 
-    def stamp_copies(self) -> torch.cuda.Event:
-        return self._copies.record_event(torch.cuda.Event(enable_timing=True))
+    def stamp_copies(self) -> torch.Event:
+        return self._stamp(self._copies)
 
-    def stamp_compute(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+    def stamp_compute(self) -> torch.Event:
+        return self._stamp(torch.accelerator.current_stream(self._device))
 
-    def seconds(self, stamp: torch.cuda.Event) -> float:
+    def seconds(self, stamp: torch.Event) -> float:
         stamp.synchronize()
         return self._began + self._first.elapsed_time(stamp) / 1e3
+
+    def _stamp(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event(torch.Event(self._device, enable_timing=True))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any, Protocol
 
 import torch
 
-from hfq.offload.clock import Clock, CudaClock, HostClock
+from hfq.kernels.cuda import host_memory
+from hfq.offload.clock import Clock, EventClock, HostClock
+from hfq.offload.unit_layout import PAGE
 
-__all__ = ["CudaCopyStream", "CopyStream", "SynchronousCopyStream", "copy_stream_to"]
-
-logger = logging.getLogger("hfq")
+__all__ = ["AcceleratorCopyStream", "CopyStream", "SynchronousCopyStream", "copy_stream_to"]
 
 
 class CopyStream(Protocol):
@@ -42,6 +41,9 @@ class CopyStream(Protocol):
     def compute_after(self, mark: Any) -> None:
         """Makes later computation wait for a mark of the copies."""
 
+    def is_past(self, mark: Any) -> bool:
+        """Returns True if the device has reached a mark."""
+
     def synchronize(self, mark: Any) -> None:
         """Waits on the host for a mark of the copies."""
 
@@ -49,68 +51,78 @@ class CopyStream(Protocol):
         """Returns the clock of copies and computation."""
 
 
-class CudaCopyStream:
-    """A separate CUDA stream with events.
+class AcceleratorCopyStream:
+    """A separate stream of an accelerator, with events.
 
-    Memory is pinned once, and nothing is allocated afterwards.
-
-    It follows the CUDA programming model and is tested with a simulated device. It has not run on a GPU.
+    Memory is pinned once, and nothing is allocated afterwards. It uses the interface that torch has for every
+    accelerator (`torch.Stream`, `torch.Event`). It is tested on a simulated accelerator, and has not run on a
+    GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.Stream(device)
         self._pinned: list[torch.Tensor] = []
-        weakref.finalize(self, _unpin, self._pinned)
+        weakref.finalize(self, _unpin, self._pinned, self._stream)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self._compute_stream())
+        memory.record_stream(self._stream)  # a model may be dropped during a copy to this memory
         return memory
 
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        status = (
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-            if memory.numel()
-            else 0
-        )
-        if int(status) != 0:
-            logger.warning(
-                "hfq: %d bytes of host memory could not be pinned (CUDA error %d); copies will not overlap",
-                memory.numel(),
-                int(status),
-            )
-        elif memory.numel():
+        if self._device.type != "cuda":
+            return _pinned_copy(memory)
+        if host_memory.pin(memory, self._device):
             self._pinned.append(memory)
         return memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             target.copy_(source, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> torch.Event:
         return self._stream.record_event()
 
-    def mark_compute(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self._device).record_event()
+    def mark_compute(self) -> torch.Event:
+        return self._compute_stream().record_event()
 
-    def copy_after(self, mark: torch.cuda.Event) -> None:
+    def copy_after(self, mark: torch.Event) -> None:
         self._stream.wait_event(mark)
 
-    def compute_after(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+    def compute_after(self, mark: torch.Event) -> None:
+        self._compute_stream().wait_event(mark)
 
-    def synchronize(self, mark: torch.cuda.Event) -> None:
+    def is_past(self, mark: torch.Event) -> bool:
+        return mark.query()
+
+    def synchronize(self, mark: torch.Event) -> None:
         mark.synchronize()
 
     def clock(self) -> Clock:
-        return CudaClock(self._device, self._stream)
+        return EventClock(self._device, self._stream)
+
+    def _compute_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
 
 
-def _unpin(pinned: list[torch.Tensor]) -> None:
-    """Unpins memory before it is unmapped."""
+def _pinned_copy(memory: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in pinned memory that starts at a page, as direct reads require."""
+    if not memory.numel():
+        return memory
+    with torch.inference_mode(False):
+        whole = torch.empty(memory.numel() + PAGE, dtype=torch.uint8, pin_memory=True)
+        first = -whole.data_ptr() % PAGE
+        return whole[first : first + memory.numel()].copy_(memory)
+
+
+def _unpin(pinned: list[torch.Tensor], stream: torch.Stream) -> None:
+    """Unpins memory before it is unmapped, once nothing is copied from it any more."""
+    if pinned:
+        stream.synchronize()
     while pinned:
-        torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())
+        host_memory.unpin(pinned.pop())
 
 
 class SynchronousCopyStream:
@@ -139,6 +151,9 @@ class SynchronousCopyStream:
 
     def compute_after(self, mark: None) -> None: ...
 
+    def is_past(self, mark: None) -> bool:
+        return True
+
     def synchronize(self, mark: None) -> None: ...
 
     def clock(self) -> Clock:
@@ -147,4 +162,5 @@ class SynchronousCopyStream:
 
 def copy_stream_to(device: torch.device) -> CopyStream:
     """Returns the copy stream of a device."""
-    return CudaCopyStream(device) if device.type == "cuda" else SynchronousCopyStream(device)
+    is_synchronous = device.type in ("cpu", "mps")
+    return SynchronousCopyStream(device) if is_synchronous else AcceleratorCopyStream(device)

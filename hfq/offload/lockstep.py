@@ -119,11 +119,12 @@ class Worker:
 
 
 class _Modes:
-    """torch's modes of the creating thread: gradients, inference, and autocast."""
+    """torch's modes of the creating thread: gradients, inference, autocast, and the stream."""
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._stream = None if accelerator is None else torch.accelerator.current_stream()
         devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -135,6 +136,8 @@ class _Modes:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._gradients))
+            if self._stream is not None:
+                stack.enter_context(self._stream)
             for kind, dtype, is_enabled in self._autocast:
                 if is_enabled:
                     stack.enter_context(torch.autocast(kind, dtype))

@@ -233,7 +233,7 @@ class AcceleratorBuffers(OffloadBuffers):
         self._staging = copy_stream.pin(huge_buffer(self._host.nbytes, is_touched=True))
         self._resident = {index: copy_stream.pin(self._read_once(layouts[index])) for index in resident}
         self._copied: dict[int, object] = {}
-        self._computed: dict[int, object] = {}
+        self._computed: dict[int, list[object]] = {}  # one mark of each stream that computed with the unit
 
     @property
     def nbytes(self) -> int:
@@ -262,7 +262,8 @@ class AcceleratorBuffers(OffloadBuffers):
         return buffer
 
     def give_back(self, unit: int) -> None:
-        self._computed[unit] = self._copy_stream.mark_compute()
+        pending = [mark for mark in self._computed.get(unit, ()) if not self._copy_stream.is_past(mark)]
+        self._computed[unit] = [*pending, self._copy_stream.mark_compute()]
 
     def reset(self) -> None:
         super().reset()
@@ -272,8 +273,8 @@ class AcceleratorBuffers(OffloadBuffers):
         self._copied[unit] = (
             self._copy_stream.mark()
         )  # also after the copies of a ticket that was cancelled half-way
-        if unit in self._computed:
-            self._copy_stream.copy_after(self._computed.pop(unit))
+        for mark in self._computed.pop(unit, ()):
+            self._copy_stream.copy_after(mark)
 
     def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
         layout, copy_stream = self.layouts[unit], self._copy_stream

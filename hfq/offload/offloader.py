@@ -180,6 +180,8 @@ class Offloader:
                 self._wrap_owner(owner, weights)
             for module in unit.quantized:
                 module.fetch = lambda module=module: self._read(module)
+            for module in unit.moved(self.device):
+                module.is_offloaded = True  # a backward pass fetches it, since the unit is offloaded by then
         for unit in units:
             unit.onload_to(self.device)
             if is_table(unit):

@@ -99,11 +99,12 @@ def check_device(value: Any, key: str = "") -> str:
             expected='"cpu", "disk", the number of a GPU, or a torch device',
             fix='Use "cpu", "disk", or a device such as "cuda:0".',
         )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    count = _count(device.type)
+    if device.type in ("cuda", _accelerator()) and (device.index or 0) >= count:
         raise PlacementError(
-            "device_map names a GPU that this machine does not have. Nothing was loaded.",
+            "device_map names an accelerator that this machine does not have. Nothing was loaded.",
             found=repr(value),
-            expected=f"one of {torch.cuda.device_count()} CUDA devices",
+            expected=f"one of {count} {device.type} devices",
             fix='Use "cpu" or "disk", or check the driver.',
         )
     if device.type == "cpu":
@@ -135,6 +136,11 @@ def _accelerator() -> str:
     """Returns the device type of a bare number: the accelerator torch finds, else CUDA."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None else "cuda"
+
+
+def _count(kind: str) -> int:
+    """Returns how many devices of a type torch finds."""
+    return torch.accelerator.device_count() if kind == _accelerator() else 0
 
 
 def execution_device(devices: Iterable[str]) -> str:

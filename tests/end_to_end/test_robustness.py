@@ -148,8 +148,8 @@ def test_what_transformers_chokes_on_is_one_error_of_hfq(tmp_path, changes):
         load(tmp_path / "model", dtype="auto")
 
 
-@pytest.mark.parametrize("pattern", [r"((\w+\.?)+)+!", "(a+)*b", "(" * 2000, "*("])
-def test_a_pattern_that_could_run_without_end_is_refused(tmp_path, pattern):
+@pytest.mark.parametrize("pattern", ["(" * 2000, "*("])
+def test_a_pattern_that_is_not_valid_is_refused(tmp_path, pattern):
     with pytest.raises(FormatError, match="pattern in dynamic"):
         load(written(tmp_path, dynamic={pattern: {"bits": 4}}))
     load(written(tmp_path / "good", dynamic={r"+:.*layers\.(1|2)\..*": {"bits": 4}, r"-:.*[a-z]+_gate$": {}}))

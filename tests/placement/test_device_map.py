@@ -166,28 +166,24 @@ def test_a_value_that_is_no_device_is_refused_with_a_hint(value, hint):
     assert caught.value.found == repr(value)
 
 
-@pytest.mark.parametrize("index", [0, 1, 7])
-def test_a_gpu_that_this_machine_does_not_have_is_refused(monkeypatch, index):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: index)
-    for value in (f"cuda:{index}", torch.device("cuda", index)):
-        with pytest.raises(PlacementError, match="a GPU that this machine does not have") as caught:
+def simulate(monkeypatch, kind, count):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(("kind", "index"), [("cuda", 0), ("cuda", 7), ("xpu", 1), (None, 0)])
+def test_an_accelerator_that_this_machine_does_not_have_is_refused(monkeypatch, kind, index):
+    simulate(monkeypatch, kind, index)
+    for value in (f"{kind or 'cuda'}:{index}", torch.device(kind or "cuda", index), index):
+        with pytest.raises(PlacementError, match="an accelerator that this machine does not have") as caught:
             check_device(value)
-        assert caught.value.expected == f"one of {index} CUDA devices"
+        assert caught.value.expected == f"one of {index} {kind or 'cuda'} devices"
 
 
-@pytest.mark.parametrize(("accelerator", "device"), [("xpu", "xpu:3"), (None, "cuda:3")])
-def test_a_bare_number_is_one_of_the_accelerator_that_torch_finds_or_of_cuda(
-    monkeypatch, accelerator, device
-):
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator)
-    )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert check_device(3) == device
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    if accelerator is None:
-        with pytest.raises(PlacementError, match="a GPU that this machine does not have"):
-            check_device(3)
+@pytest.mark.parametrize("kind", ["xpu", "cuda"])
+def test_a_bare_number_is_one_of_the_accelerator_that_torch_finds(monkeypatch, kind):
+    simulate(monkeypatch, kind, 4)
+    assert check_device(3) == f"{kind}:3"
 
 
 @pytest.mark.parametrize("value", [-1, 10**30])
@@ -211,7 +207,7 @@ def test_homes_on_an_accelerator_that_torch_does_not_find_are_refused(monkeypatc
 
 
 def test_a_gpu_that_this_machine_has_is_named_with_its_number(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    simulate(monkeypatch, "cuda", 2)
     assert [check_device(value) for value in ("cuda", "cuda:0", "cuda:1", torch.device("cuda"))] == [
         "cuda:0",
         "cuda:0",

@@ -129,6 +129,9 @@ class FakeLane:
             self.synchronize(mark)
         self._computation.wait_for(mark)
 
+    def is_past(self, mark: threading.Event) -> bool:
+        return mark.is_set()
+
     def synchronize(self, mark: threading.Event) -> None:
         if not mark.wait(TIMEOUT):
             raise TimeoutError("a mark of the copies is never reached")

@@ -10,10 +10,10 @@ __all__ = ["release_buffers", "thread_buffer"]
 
 
 class _Buffers(threading.local):
-    """The buffers of one thread, by use, dtype, and device."""
+    """The buffers of one thread, by use, dtype, device, and stream."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self.kept: dict[tuple[str, torch.dtype, torch.device, int], torch.Tensor] = {}
 
 
 _buffers = _Buffers()
@@ -22,10 +22,13 @@ _buffers = _Buffers()
 def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
     """Returns the first `numel` elements of this thread's buffer for a use.
 
-    The buffer is allocated outside inference mode, so that every mode may write it. A FakeTensor belongs to
-    the mode that created it and is not kept.
+    Each stream of an accelerator has its own, since another stream may not have computed with the contents
+    yet. The buffer is allocated outside inference mode, so that every mode may write it. A FakeTensor belongs
+    to the mode that created it and is not kept.
     """
-    kept, key = _buffers.kept, (use, dtype, device)
+    is_accelerator = device.type not in ("cpu", "meta")
+    stream = torch.accelerator.current_stream(device).stream_id if is_accelerator else 0
+    kept, key = _buffers.kept, (use, dtype, device, stream)
     buffer = kept.get(key)
     if buffer is None or buffer.numel() < numel:
         with torch.inference_mode(False):

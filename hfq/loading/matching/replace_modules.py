@@ -138,7 +138,8 @@ def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -
         )
     layer = found.format, target.in_features, target.out_features
     kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
-    accelerated = choose_kernel(config.kernel, *layer, "cuda", scheme) if torch.cuda.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
+    accelerated = None if device is None else choose_kernel(config.kernel, *layer, device.type, scheme)
     return QuantizedLinear(
         name, target.in_features, target.out_features, found.format, found.infos, kernel, scheme, accelerated
     )
