@@ -90,7 +90,7 @@ def measure_devices(model: Any) -> dict[str, int]:
     return {
         "cpu": sum(held.values()),
         "disk": on_disk,
-        "buffer": loading.offloader.buffers.nbytes if loading.offloader else 0,
+        "buffer": loading.offloader.buffer_nbytes if loading.offloader else 0,
     }
 
 

@@ -10,8 +10,8 @@ anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.errors import PlacementError, SetupError
+from hfq.errors import SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import gather_units, plan_map
@@ -48,7 +48,15 @@ from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.placement.budget import Budget, Unit
-from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_devices
+from hfq.placement.device_map import (
+    check_device,
+    check_present,
+    execution_device,
+    execution_devices,
+    execution_map,
+    leaf_map,
+    resolve_devices,
+)
 from hfq.placement.plan import Plan, PlanEntry
 
 __all__ = ["ModelLoader"]
@@ -87,10 +95,12 @@ class ModelLoader(LoadState):
         self.plan = Plan(())
         self.budget: Budget | None = None
         self.devices = {}
+        self.executes = {}
         self.main = "cpu"
         self.offloader: Offloader | None = None
         self.mapped: MappedTensors | None = None
         self._hidden: set[str] = set()
+        self._unit_devices: dict[str, str] = {}
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
         self._hide_packed()
 
@@ -112,8 +122,8 @@ class ModelLoader(LoadState):
             device_map, self.budget = plan_map(self.model, self.match, self._dtypes, max_memory, cache)
         self._user_map = dict(device_map) if device_map is not None else None
         names = self._settle_devices(device_map)
-        check_present(set(self.devices.values()))
-        self._check_supported()
+        check_present({*self.devices.values(), self.main})
+        check_one_device(self.quantized, self.devices)
         offloaded = {name for name in names if self._is_offloaded(name)}
         check_merged(self.match, offloaded)
         for name in offloaded:
@@ -122,7 +132,36 @@ class ModelLoader(LoadState):
         self.plan = self._make_plan(names)
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             self._load_rows()
-        return None if device_map is None else execution_map(device_map, self.devices, self.main)
+        return None if device_map is None else self._execution_map(device_map)
+
+    @contextmanager
+    def without_offloaded(self) -> Iterator[None]:
+        """Hides offloaded and quantized tensors from accelerate's dispatch, which would move them."""
+        hidden = {(module, local) for module in self.quantized.values() for local in module._parameters}
+        for name in self._hidden - self._quantized_names:
+            path, _, local = name.rpartition(".")
+            owner = self.model.get_submodule(path)
+            if local in owner._parameters:
+                hidden.add((owner, local))
+        kept = {owner: dict(owner._parameters) for owner, _ in hidden}
+        for owner, local in hidden:
+            owner._parameters.pop(local, None)
+        self.model.state_dict = dict  # accelerate compares its names with the map, as hfq has done
+        try:
+            yield
+        finally:
+            del self.model.state_dict
+            for owner, parameters in kept.items():
+                parameters |= owner._parameters
+                owner._parameters.clear()
+                owner._parameters.update(parameters)
+
+    def _execution_map(self, device_map: dict[str, Any]) -> dict[str, Any]:
+        """Returns the map of execution devices, for transformers, and for accelerate if there are several."""
+        found = execution_map(device_map, self.devices, self.main)
+        if len({*found.values(), *self.executes.values()}) == 1:
+            return found
+        return leaf_map(self.executes, found, self.main, (name for name, _ in self.model.named_modules()))
 
     def plan_for(self, device_map: dict[str, Any]) -> Plan:
         """Returns the plan for a map whose devices may be absent; loads nothing."""
@@ -138,8 +177,40 @@ class ModelLoader(LoadState):
         )
         for target, source in self.model.all_tied_weights_keys.items():
             devices[target] = devices.get(source, devices[target])
-        self.devices, self.main = devices, execution_device(devices.values())
+        # a device of the map may store nothing, if everything of it is offloaded
+        asked = [(check or check_device)(value, key) for key, value in (device_map or {}).items()]
+        self.devices, self.main = devices, execution_device([*devices.values(), *asked])
+        self.executes = self._settle_execution()
         return names
+
+    def _settle_execution(self) -> dict[str, str]:
+        """Returns the execution device of every tensor."""
+        ties, owned = self.model.all_tied_weights_keys, dict[str, list[str]]()
+        for name in self.devices:
+            parents = name.split(".")
+            paths = [".".join(parents[:count]) for count in range(1, len(parents) + 1)]
+            owner = next((path for path in paths if path in self.quantized), name.rpartition(".")[0])
+            owned.setdefault(owner, []).append(name)
+        units: dict[str, list[str]] = {}
+        whole, around = set(self.model._no_split_modules or ()), ""
+        for path, module in self.model.named_modules():
+            if not (around and path.startswith(f"{around}.")):
+                around = path if type(module).__name__ in whole else ""
+            names = [name for name in owned.get(path, ()) if name not in ties]
+            if names:
+                units.setdefault(around or path, []).extend(names)
+        executes = execution_devices(self.devices, self.main, units.items())
+        self._unit_devices = {unit: executes[names[0]] for unit, names in units.items()}
+        executes |= {target: executes.get(source, self.main) for target, source in ties.items()}
+        return {name: executes.get(name, self.main) for name in self.devices}
+
+    def _execution_device_of(self, module: str) -> torch.device:
+        """Returns the execution device of a unit, or of a module in or above a unit."""
+        path = module
+        while path and path not in self._unit_devices:
+            path = path.rpartition(".")[0]
+        within = (device for unit, device in self._unit_devices.items() if unit.startswith(f"{module}."))
+        return torch.device(self._unit_devices[path] if path else next(within, self.main))
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         """Returns the checkpoint and its `quantization_config`."""
@@ -180,9 +251,16 @@ class ModelLoader(LoadState):
         experts = {name for name in moving if self.match.quantized[name].target.kind == "expert"}
         brought = {name: module for name, module in moving.items() if name not in staying or name in experts}
         units = find_offload_units(
-            self.model, self.match, brought, self._hidden - self._quantized_names, self.devices
+            self.model,
+            self.match,
+            brought,
+            self._hidden - self._quantized_names,
+            self.devices,
+            self._execution_device_of,
         )
         on_demand = [module for name, module in brought.items() if name in experts]
+        for module in on_demand:
+            module.onload_device = self._execution_device_of(module.name)
         if units or on_demand:
             self.offloader = Offloader(
                 units, self.reader, self.main, on_demand, self._offload_options(), self.model
@@ -190,8 +268,8 @@ class ModelLoader(LoadState):
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
                     module.prefetch = self.offloader.experts.prefetch
-        for module in staying.values():
-            CpuExecution(torch.device(self.main), self.config.execute_cpu_layers_on).serve(module)
+        for name, module in staying.items():
+            CpuExecution(self._execution_device_of(name), self.config.execute_cpu_layers_on).serve(module)
         if self.offloader is not None or staying:
             report_device(self.model, torch.device(self.main))
         self._settle_mapped()
@@ -342,18 +420,6 @@ class ModelLoader(LoadState):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 
-    def _check_supported(self) -> None:
-        check_one_device(self.quantized, self.devices)
-        accelerators = {device for device in self.devices.values() if device not in ("cpu", "disk")}
-        offloaded = {device for device in self.devices.values() if device in ("cpu", "disk")}
-        if len(accelerators) > 1 and offloaded:
-            raise PlacementError(
-                "hfq does not offload a model on several accelerators. Nothing was loaded.",
-                expected="one accelerator with cpu and disk, or only accelerators",
-                found=", ".join(sorted(accelerators | offloaded)),
-                fix="Use one accelerator, or leave cpu and disk out.",
-            )
-
     def _make_plan(self, names: Iterable[str]) -> Plan:
         entries = []
         stored = {
@@ -364,7 +430,7 @@ class ModelLoader(LoadState):
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name in names:
             device = self.devices[name]
-            execution_device = self.main if device in ("cpu", "disk") else device
+            execution_device = self.executes.get(name, self.main) if device in ("cpu", "disk") else device
             if name in stored:
                 entries.append(PlanEntry(name, device, execution_device, stored[name].nbytes, True))
             elif name not in self.model.all_tied_weights_keys:

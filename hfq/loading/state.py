@@ -30,7 +30,8 @@ class LoadState:
         match: Stored tensor of every parameter.
         quantized: Quantized modules by module name.
         devices: Device of every tensor, by tensor name.
-        main: The execution device.
+        executes: Execution device of every tensor, by tensor name.
+        main: The first execution device.
         plan: Device and bytes of every tensor.
         read_plan: Source and destination of every quantized tensor.
         read_report: Bytes, seconds, and threads that the read plan took.
@@ -43,6 +44,7 @@ class LoadState:
     match: CheckpointMatch
     quantized: dict[str, QuantizedModule]
     devices: dict[str, str]
+    executes: dict[str, str]
     main: str
     plan: Plan
     read_plan: ReadPlan

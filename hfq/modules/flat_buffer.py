@@ -38,6 +38,17 @@ class FlatBuffer:
             reader.read_into(infos[name].range, memory[segment.offset : segment.offset + segment.nbytes])
         return cls(buffer, segments)
 
+    @classmethod
+    def pack(
+        cls, tensors: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo], buffer: torch.Tensor
+    ) -> FlatBuffer:
+        """Copies a module's tensors from host memory into a flat buffer."""
+        segments, nbytes = flat_layout(infos)
+        packed = cls(buffer[:nbytes], segments)
+        for name, target in packed.tensors().items():
+            target.copy_(tensors[name])
+        return packed
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns zero-copy views of the segments, by checkpoint name."""
         return {name: _view(self.buffer, segment) for name, segment in self.segments.items()}

@@ -206,7 +206,8 @@ class QuantizedModule(nn.Module):
             row = self._parameters[_FLAT].data.view(torch.uint8)  # type: ignore[union-attr]
             return FlatBuffer(row, self._segments).tensors()
         if self._segments is not None:
-            return FlatBuffer(self._parameters[_FLAT].data, self._segments).tensors()  # type: ignore[union-attr]
+            row = self._parameters.get(_FLAT)  # hidden while accelerate dispatches the model
+            return {} if row is None else FlatBuffer(row.data, self._segments).tensors()
         held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
 

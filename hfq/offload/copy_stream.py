@@ -11,7 +11,7 @@ from hfq.kernels.cuda import host_memory
 from hfq.offload.clock import Clock, EventClock, HostClock
 from hfq.offload.unit_layout import PAGE
 
-__all__ = ["AcceleratorCopyStream", "CopyStream", "SynchronousCopyStream", "copy_stream_to"]
+__all__ = ["AcceleratorCopyStream", "CopyStream", "SynchronousCopyStream", "clock_of", "copy_stream_to"]
 
 
 class CopyStream(Protocol):
@@ -26,8 +26,14 @@ class CopyStream(Protocol):
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
         """Pins host memory, so that copies run while the device computes; returns it."""
 
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Returns pinned host memory for a short use: uint8 [nbytes]."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Starts a copy; copies finish in the order of their starts."""
+
+    def bring(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the bytes of a `host_buffer` in memory of the device; waits for the copy."""
 
     def mark(self) -> Any:
         """Returns the point after all copies so far."""
@@ -78,9 +84,20 @@ class AcceleratorCopyStream:
             self._pinned.append(memory)
         return memory
 
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._stream:
             target.copy_(source, non_blocking=True)
+
+    def bring(self, memory: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), self._stream:
+            target = torch.empty_like(memory, device=self._device)
+            target.copy_(memory, non_blocking=True)
+        self._stream.record_event().synchronize()
+        return target
 
     def mark(self) -> torch.Event:
         return self._stream.record_event()
@@ -138,8 +155,16 @@ class SynchronousCopyStream:
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
 
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+    def bring(self, memory: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return memory.to(self._device)
 
     def mark(self) -> None:
         return None
@@ -158,6 +183,11 @@ class SynchronousCopyStream:
 
     def clock(self) -> Clock:
         return HostClock()
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Returns a clock of a device without offloaded units."""
+    return HostClock() if device.type == "cpu" else copy_stream_to(device).clock()
 
 
 def copy_stream_to(device: torch.device) -> CopyStream:

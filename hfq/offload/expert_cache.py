@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -26,9 +26,9 @@ class ExpertCache:
     """Keeps the most recently used experts: routing is skewed, and repeats.
 
     Args:
-        read: Reads a module's flat buffer to its device.
+        read: Returns a module's tensors on its execution device.
         pool: Threads that read the experts of a layer together.
-        nbytes: The most bytes that are kept; 0 keeps none.
+        nbytes: The most bytes that are kept on each device; 0 keeps none.
 
     Attributes:
         hits: Number of lookups of a kept expert.
@@ -42,23 +42,33 @@ class ExpertCache:
         self._lock = threading.Lock()
         self._kept: OrderedDict[QuantizedModule, Row] = OrderedDict()
         self._reading: dict[QuantizedModule, Ticket] = {}
-        self.nbytes = self.hits = self.misses = 0
+        self._nbytes: Counter[torch.device | None] = Counter()
+        self.hits = self.misses = 0
 
     def __deepcopy__(self, memo: dict) -> ExpertCache:
         raise no_copy("experts that are read when they are routed to")
 
-    def serve(self, module: QuantizedModule, device: torch.device) -> None:
-        """Makes a module fetch its tensors here for every forward pass, and compute on this device."""
-        module.fetch = functools.partial(self.fetch, module)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept experts on all devices."""
+        return self._nbytes.total()
+
+    def nbytes_by_device(self) -> dict[str, int]:
+        """Returns the bytes of the kept experts on each device."""
+        return {str(device): nbytes for device, nbytes in self._nbytes.items()}
+
+    def serve(self, module: QuantizedModule) -> None:
+        """Makes a module fetch its tensors here for every forward pass."""
+        module.fetch = lambda: _in_use(self.fetch(module))
         module.is_offloaded = True
-        module.onload_device = device
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
         """Starts to read missing modules in the order of their use, up to the limit of bytes."""
-        left = self.budget
+        left: dict[torch.device | None, int] = {}
         for module in modules:
-            left -= _nbytes(module)
-            if left < 0:
+            device = module.onload_device
+            left[device] = left.get(device, self.budget) - _nbytes(module)
+            if left[device] < 0:
                 return
             with self._lock:
                 if module in self._kept:
@@ -97,17 +107,26 @@ class ExpertCache:
         self._keep(module, self._read(module))
 
     def _keep(self, module: QuantizedModule, row: Row) -> None:
-        size = _nbytes(module)
+        size, device = _nbytes(module), module.onload_device
         if size > self.budget:
             return
         with self._lock:
             if module not in self._kept:
-                self.nbytes += size
+                self._nbytes[device] += size
             self._kept[module] = row
             self._kept.move_to_end(module)
-            while self.nbytes > self.budget:
-                other, _ = self._kept.popitem(last=False)
-                self.nbytes -= _nbytes(other)
+            while self._nbytes[device] > self.budget:
+                oldest = next(other for other in self._kept if other.onload_device == device)
+                del self._kept[oldest]
+                self._nbytes[device] -= _nbytes(oldest)
+
+
+def _in_use(row: Row) -> Row:
+    """Tells torch that the current stream uses a row, even if it leaves the cache before that."""
+    tensor = next(iter(row.values()))
+    if tensor.device.type not in ("cpu", "mps"):
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    return row
 
 
 def _nbytes(module: QuantizedModule) -> int:

@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from hfq.errors import HfqError, PlacementError, SetupError
 from hfq.modules.graph_capture import check_not_captured, is_captured
 
-__all__ = ["check_inputs", "no_copy", "in_unit", "own_outputs"]
+__all__ = ["check_inputs", "no_copy", "in_unit", "own_outputs", "send_to"]
 
 
 def check_inputs(name: str, inputs: Sequence[object]) -> None:
@@ -33,6 +33,17 @@ def check_inputs(name: str, inputs: Sequence[object]) -> None:
             found="a tensor on meta",
             fix=f'Add {{"{name}": "cpu"}} to device_map.',
         )
+
+
+def send_to(inputs: Any, device: torch.device) -> Any:
+    """Returns the inputs of a model with their tensors on its first accelerator, as accelerate does."""
+    if device.type == "cpu":
+        return inputs
+
+    def sent(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) and value.device != device else value
+
+    return _pytree.tree_map(sent, inputs)
 
 
 def own_outputs(outputs: Any, buffer: torch.Tensor) -> Any:

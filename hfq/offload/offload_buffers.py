@@ -28,6 +28,7 @@ class OffloadBuffers(ABC):
 
     Args:
         layouts: The layout of each unit.
+        units: The units that use the buffers.
         source: Reads the checkpoint.
         pool: The reader threads.
         make: Allocates a number of bytes on the execution device.
@@ -40,17 +41,19 @@ class OffloadBuffers(ABC):
     def __init__(
         self,
         layouts: Sequence[UnitLayout],
+        units: Collection[int],
         source: Source,
         pool: Pool,
         make: Callable[[int], torch.Tensor],
         read_ahead_nbytes: int,
     ) -> None:
         self.layouts = layouts
+        self.units = units
         self.source = source
         self.pool = pool
         self._make = make
         self.allocator = BufferAllocator(
-            buffer_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes)
+            buffer_nbytes([layouts[unit].nbytes for unit in units], read_ahead_nbytes)
         )
         self.buffer = make(self.allocator.nbytes)
         self._tickets: dict[int, Ticket] = {}
@@ -63,7 +66,11 @@ class OffloadBuffers(ABC):
     @property
     def nbytes(self) -> int:
         """The bytes of all buffers."""
-        return self.buffer.numel()
+        return sum(self.nbytes_by_device().values())
+
+    def nbytes_by_device(self) -> dict[str, int]:
+        """Returns the bytes of the buffers on each device."""
+        return {str(self.buffer.device): self.buffer.numel()}
 
     def start(self, unit: int, kept: Collection[int]) -> bool:
         """Starts to fill a buffer for a unit, unless it has one.
@@ -139,9 +146,9 @@ class OffloadBuffers(ABC):
     def record(self) -> None:
         """Takes the checksum of every chunk of every unit."""
         scratch = _memory(huge_buffer(CHUNK_NBYTES))
-        for layout in self.layouts:
+        for unit in self.units:
             self.source.record(
-                [wanted for run in layout.runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch
+                [wanted for run in self.layouts[unit].runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch
             )
 
     def ticket_of(self, unit: int) -> Ticket | None:
@@ -174,10 +181,16 @@ class HostBuffers(OffloadBuffers):
     """Offload buffers of units that compute on the host."""
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0
+        self,
+        layouts: Sequence[UnitLayout],
+        units: Collection[int],
+        source: Source,
+        pool: Pool,
+        read_ahead_nbytes: int = 0,
     ) -> None:
         super().__init__(
             layouts,
+            units,
             source,
             pool,
             functools.partial(huge_buffer, is_touched=touches_buffers()),
@@ -210,6 +223,7 @@ class AcceleratorBuffers(OffloadBuffers):
 
     Args:
         layouts: The layout of each unit.
+        units: The units that use the buffers.
         source: Reads the checkpoint.
         pool: The reader threads.
         copy_stream: Copies to the accelerator.
@@ -220,24 +234,24 @@ class AcceleratorBuffers(OffloadBuffers):
     def __init__(
         self,
         layouts: Sequence[UnitLayout],
+        units: Collection[int],
         source: Source,
         pool: Pool,
         copy_stream: CopyStream,
         resident: Collection[int] = (),
         read_ahead_nbytes: int = 0,
     ) -> None:
-        super().__init__(layouts, source, pool, copy_stream.empty, read_ahead_nbytes)
+        super().__init__(layouts, units, source, pool, copy_stream.empty, read_ahead_nbytes)
         self._copy_stream = copy_stream
-        read = [layout.nbytes for index, layout in enumerate(layouts) if index not in resident]
+        read = [layouts[unit].nbytes for unit in units if unit not in resident]
         self._host = BufferAllocator(buffer_nbytes(read, read_ahead_nbytes))
         self._staging = copy_stream.pin(huge_buffer(self._host.nbytes, is_touched=True))
         self._resident = {index: copy_stream.pin(self._read_once(layouts[index])) for index in resident}
         self._copied: dict[int, object] = {}
         self._computed: dict[int, list[object]] = {}  # one mark of each stream that computed with the unit
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._staging.numel()
+    def nbytes_by_device(self) -> dict[str, int]:
+        return {"cpu": self._staging.numel(), str(self.buffer.device): self.buffer.numel()}
 
     @property
     def resident_nbytes(self) -> int:
@@ -283,6 +297,9 @@ class AcceleratorBuffers(OffloadBuffers):
             for source, target, nbytes in layout.copies:
                 self._copy(unit, buffer[target : target + nbytes], buffer[source : source + nbytes])
             self._copied[unit] = copy_stream.mark()
+            copy_stream.synchronize(
+                self._copied[unit]
+            )  # in this reader thread; a failed copy fails the ticket
 
         if unit in self._resident:
             return Ticket([lambda: self._copy(unit, buffer, self._resident[unit])], finish)
@@ -320,8 +337,6 @@ class AcceleratorBuffers(OffloadBuffers):
         found, nbytes = self._find_staging(unit), self.layouts[unit].nbytes
         if found is None:
             return huge_buffer(nbytes)
-        for other in {*found[1], unit} & self._copied.keys():
-            self._copy_stream.synchronize(self._copied[other])
         for other in found[1]:
             self._host.forget(other)
         self._host.give(unit, found[0], nbytes)

@@ -20,14 +20,14 @@ from torch import nn
 
 from hfq.checkpoint import Reader
 from hfq.errors import HfqError
-from hfq.modules.flat_buffer import FlatBuffer, read_tensor
+from hfq.modules.flat_buffer import FlatBuffer, flat_layout, read_tensor
 from hfq.modules.graph_capture import uncompiled
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
 from hfq.offload.expert_cache import ExpertCache, cache_nbytes
-from hfq.offload.guards import check_inputs, in_unit, no_copy, own_outputs
+from hfq.offload.guards import check_inputs, in_unit, no_copy, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
 from hfq.offload.prefetch_order import PrefetchOrder
@@ -41,7 +41,7 @@ from hfq.offload.unit import (
     is_unit_on_disk,
     owners_within,
 )
-from hfq.offload.unit_layout import UnitLayout, lay_out
+from hfq.offload.unit_layout import lay_out
 from hfq.placement.budget import READ_AHEAD_NBYTES
 
 __all__ = ["OffloadOptions", "Offloader"]
@@ -71,7 +71,7 @@ class OffloadOptions:
 
 
 class Offloader:
-    """Wraps the forward of every unit, so that its weights are on `device` only during it.
+    """Wraps the forward of every unit, so that its weights are on their execution device only during it.
 
     The wrapper replaces `module.forward`, as accelerate's hooks do, because torch's own hooks are skipped
     when
@@ -80,13 +80,15 @@ class Offloader:
     Args:
         units: The units; none contains another.
         reader: Reads the checkpoint.
-        device: The execution device of the units.
+        device: The device of the model's inputs, and of `on_demand` modules without an `onload_device`.
         on_demand: Quantized modules that belong to no unit and are fetched when they compute, such as routed
             experts.
         options: Options of the reads.
         root: The whole model: its forward is one pass over the units.
 
     Attributes:
+        layouts: The layout of each unit in its offload buffer.
+        buffers: The offload buffers of each execution device.
         prefetch_order: The expected order of the units, with its misses.
         lock: Held by the thread that computes a unit.
         stall_seconds: Seconds for which forward passes waited for their unit.
@@ -108,17 +110,24 @@ class Offloader:
         self.device = torch.device(device)
         self.options = options
         self.units = tuple(unit for unit in units if not is_table(unit))
-        layouts = [lay_out(unit.infos(self.device)) for unit in self.units]
-        self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
-        names = sorted({run.source.file for layout in layouts for run in layout.runs})
+        self.layouts = [lay_out(unit.infos) for unit in self.units]
+        self.pass_nbytes = sum(layout.needed_nbytes for layout in self.layouts)
+        names = sorted({run.source.file for layout in self.layouts for run in layout.runs})
         self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
         on_disk = [info for module in on_demand if is_on_disk(module) for info in module.infos.values()]
-        on_disk += [info for unit in units for info in unit.infos(self.device)]
+        on_disk += [info for unit in units for info in unit.infos]
         self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)
-        self.buffers = self._make_buffers(layouts)
-        allocator, pairs = self.buffers.buffer, zip(self.units, layouts, strict=True)
-        self._bindings = [Binding(unit, layout, self.device, allocator) for unit, layout in pairs]
+        used = {unit.device for unit in self.units}
+        for module in on_demand:
+            module.onload_device = module.onload_device or self.device
+            used.add(module.onload_device)
+        self._copy_streams = {device: copy_stream_to(device) for device in used}
+        self.buffers = {device: self._make_buffers(device) for device in {unit.device for unit in self.units}}
+        self._bindings = [
+            Binding(unit, layout, self.buffers[unit.device].buffer)
+            for unit, layout in zip(self.units, self.layouts, strict=True)
+        ]
         self.prefetch_order = PrefetchOrder(range(len(self.units)))
         self.lock = threading.RLock()
         self._in_use: tuple[int, ...] = ()
@@ -164,12 +173,24 @@ class Offloader:
             finally:
                 self._in_use = outer
 
-    def _make_buffers(self, layouts: Sequence[UnitLayout]) -> OffloadBuffers:
-        if self.device.type == "cpu":
-            return HostBuffers(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
-        resident = {index for index, unit in enumerate(self.units) if not is_unit_on_disk(unit)}
-        copy_stream, read_ahead = copy_stream_to(self.device), self.options.read_ahead_nbytes
-        return AcceleratorBuffers(layouts, self.source, self.pool, copy_stream, resident, read_ahead)
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of all offload buffers."""
+        return sum(buffers.nbytes for buffers in self.buffers.values())
+
+    def _make_buffers(self, device: torch.device) -> OffloadBuffers:
+        own = [index for index, unit in enumerate(self.units) if unit.device == device]
+        read_ahead = self.options.read_ahead_nbytes
+        if device.type == "cpu":
+            return HostBuffers(self.layouts, own, self.source, self.pool, read_ahead)
+        resident = {index for index in own if not is_unit_on_disk(self.units[index])}
+        copy_stream = self._copy_streams[device]
+        return AcceleratorBuffers(
+            self.layouts, own, self.source, self.pool, copy_stream, resident, read_ahead
+        )
+
+    def _buffers_of(self, index: int) -> OffloadBuffers:
+        return self.buffers[self.units[index].device]
 
     def _wrap_all(
         self, units: Sequence[OffloadUnit], on_demand: Sequence[QuantizedModule], root: nn.Module | None
@@ -177,18 +198,23 @@ class Offloader:
         for index, unit in enumerate(self.units):
             self._wrap(index, unit)
             for owner, weights in owners_within(unit).items():
-                self._wrap_owner(owner, weights)
+                self._wrap_owner(owner, weights, unit.device)
             for module in unit.quantized:
                 module.fetch = lambda module=module: self._read(module)
-            for module in unit.moved(self.device):
+            for module in unit.moved:
                 module.is_offloaded = True  # a backward pass fetches it, since the unit is offloaded by then
         for unit in units:
-            unit.onload_to(self.device)
+            unit.set_onload_device()
             if is_table(unit):
                 self._read_rows(unit)
         for module in on_demand:
-            self.experts.serve(module, self.device)
-        if root is not None and self._files and root not in [unit.module for unit in units]:
+            self.experts.serve(module)
+        is_accelerated = any(device.type != "cpu" for device in self._copy_streams)
+        if (
+            root is not None
+            and (self._files or is_accelerated)
+            and root not in [unit.module for unit in units]
+        ):
             self._wrap_root(root)
 
     def _wrap(self, index: int, unit: OffloadUnit) -> None:
@@ -206,7 +232,9 @@ class Offloader:
 
         unit.module.forward = streamed
 
-    def _wrap_owner(self, owner: nn.Module, weights: Sequence[UnquantizedParameter]) -> None:
+    def _wrap_owner(
+        self, owner: nn.Module, weights: Sequence[UnquantizedParameter], device: torch.device
+    ) -> None:
         forward = owner.forward
 
         @uncompiled
@@ -216,7 +244,7 @@ class Offloader:
             try:
                 for weight in weights:
                     if weight.is_offloaded():
-                        value = read_tensor(self._reader, weight.info).to(self.device, weight.dtype)
+                        value = read_tensor(self._reader, weight.info).to(device, weight.dtype)
                         offloaded.append((weight, weight.give(value)))
                 return forward(*args, **kwargs)
             finally:
@@ -245,6 +273,7 @@ class Offloader:
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.begin_pass()
+            args, kwargs = send_to(args, self.device), send_to(kwargs, self.device)
             self.prefetch_order.begin()
             is_complete = False
             try:
@@ -260,7 +289,7 @@ class Offloader:
     def _read_rows(self, unit: OffloadUnit) -> None:
         weight = unit.unquantized[0]
         read_rows_on_demand(
-            weight, EmbeddingTable(unit.name, weight, self.device, self.source.files, self.pool)
+            weight, EmbeddingTable(unit.name, weight, unit.device, self.source.files, self.pool)
         )
         forward = weight.module.forward
 
@@ -276,16 +305,17 @@ class Offloader:
 
     def _acquire(self, index: int) -> torch.Tensor:
         self.prefetch_order.visit(index)
+        buffers = self._buffers_of(index)
         started = time.perf_counter()
         if index not in self._in_use:
             self._bindings[index].recover()
         try:
-            if index in self._in_use or not self.buffers.start(index, self._in_use):
+            if index in self._in_use or not buffers.start(index, self._in_use):
                 self.buffer_overflows += 1
-                buffer = self.buffers.check_out(index)
+                buffer = buffers.check_out(index)
             else:
                 self._prefetch([*self._in_use, index])
-                buffer = self.buffers.take(index)
+                buffer = buffers.take(index)
         except HfqError as error:
             raise in_unit(error, self.units[index].name) from error
         self._count_wait(index, started)
@@ -300,49 +330,49 @@ class Offloader:
 
     def _release(self, index: int, outer: tuple[int, ...]) -> None:
         self._in_use = outer
-        self.buffers.give_back(index)
+        self._buffers_of(index).give_back(index)
         self._prefetch(outer)
 
     def _prefetch(self, kept: Sequence[int]) -> None:
-        """Starts to read the next units, as far as there is room."""
-        kept = list(kept)
-        if self._finalizer.alive:
-            for index in self.prefetch_order.expected(len(self.units)):
-                if not self.buffers.start_ahead(index, kept):
-                    return
+        """Starts to read the next units of each device, as far as there is room."""
+        kept, full = list(kept), set[torch.device]()
+        if not self._finalizer.alive:
+            return
+        for index in self.prefetch_order.expected(len(self.units)):
+            device = self.units[index].device
+            if device not in full and self.buffers[device].start_ahead(index, kept):
                 kept.append(index)
+            else:
+                full.add(device)
+                if len(full) == len(self.buffers):
+                    return
 
     def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
-        """Returns a module's tensors in new memory on the device."""
-        if not is_on_disk(module):
-            return {local: tensor.to(self.device) for local, tensor in module.stored_tensors().items()}
-        started, recorder = time.perf_counter(), self.recorder
-        row = FlatBuffer.read(self._reader, module.infos)
-        if recorder is not None:
-            recorder.note(
-                "read",
-                module.name,
-                started,
-                time.perf_counter(),
-                sum(i.nbytes for i in module.infos.values()),
-            )
-        return (
-            row.tensors()
-            if self.device.type == "cpu"
-            else FlatBuffer(row.buffer.to(self.device), row.segments).tensors()
-        )
+        """Returns a module's tensors in new memory on its execution device."""
+        device, started = module.onload_device or self.device, time.perf_counter()
+        is_read, copy_stream = is_on_disk(module), self._copy_streams[device]
+        memory = copy_stream.host_buffer(flat_layout(module.infos)[1])
+        if is_read:
+            row, recorder = FlatBuffer.read(self._reader, module.infos, memory), self.recorder
+            if recorder is not None:
+                recorder.note("read", module.name, started, time.perf_counter(), memory.numel())
+        else:
+            row = FlatBuffer.pack(module.stored_tensors(), module.infos, memory)
+        return FlatBuffer(copy_stream.bring(row.buffer), row.segments).tensors()
 
     def _record(self) -> None:
         """Takes the checksums of all offloaded bytes, if reads are verified."""
         if self.source.is_verified:
-            self.buffers.record()
+            for buffers in self.buffers.values():
+                buffers.record()
 
     def reset_after_fork(self) -> None:
         """Forgets the reader threads and their reads, which the child of a fork does not have."""
         self.lock = threading.RLock()
         self._in_use = ()
         self.source.reset_after_fork()
-        self.buffers.reset()
+        for buffers in self.buffers.values():
+            buffers.reset()
         self.experts.reset()
 
 

@@ -13,6 +13,7 @@ import torch
 from hfq.errors import SetupError
 from hfq.offload.byte_source import CHUNK_NBYTES
 from hfq.offload.clock import Clock
+from hfq.offload.copy_stream import clock_of
 from hfq.offload.spans import Span
 from hfq.tensor_spec import ByteRange
 
@@ -31,21 +32,28 @@ class Recorder:
         clock: Stamps work that an accelerator does asynchronously.
         units: The names of the units, in the order of their numbers.
         chunks: The unit of each chunk of a file.
+        unit_clocks: The clock of each unit's device; empty for `clock`.
     """
 
     def __init__(
-        self, clock: Clock, units: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None
+        self,
+        clock: Clock,
+        units: Sequence[str] = (),
+        chunks: Mapping[ByteRange, int] | None = None,
+        unit_clocks: Sequence[Clock] = (),
     ) -> None:
         self._clock = clock
+        self._unit_clocks = unit_clocks
         self._units = units
         self._chunks = chunks or {}
         self._began = time.perf_counter()
-        self._notes: list[tuple[str, str, Any, Any, int]] = []
+        self._notes: list[tuple[str, str, Any, Any, int, Clock]] = []
         self._copying = threading.Lock()
 
     def note(self, track: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
         """Records a span between two times of `time.perf_counter`; a unit may be a number."""
-        self._notes.append((track, unit if isinstance(unit, str) else self._units[unit], start, end, nbytes))
+        name = unit if isinstance(unit, str) else self._units[unit]
+        self._notes.append((track, name, start, end, nbytes, self._clock))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
         """Records the read of a chunk."""
@@ -56,22 +64,23 @@ class Recorder:
     def copying(self, unit: int, nbytes: int) -> Iterator[None]:
         """Records the copies that start in this context; copies of other threads wait until it ends."""
         with self._copying:
-            start = self._clock.stamp_copies()
+            clock = self._clock_of(unit)
+            start = clock.stamp_copies()
             yield
-            self._notes.append(("copy", self._units[unit], start, self._clock.stamp_copies(), nbytes))
+            self._notes.append(("copy", self._units[unit], start, clock.stamp_copies(), nbytes, clock))
 
     def computing(
         self, unit: int | str, use: Callable[[torch.Tensor], T], track: str = "compute"
     ) -> Callable[[torch.Tensor], T]:
         """Returns `use`, recorded as the computation of a unit."""
-        name = unit if isinstance(unit, str) else self._units[unit]
+        name, clock = unit if isinstance(unit, str) else self._units[unit], self._clock_of(unit)
 
         def noted(region: torch.Tensor) -> T:
-            start = self.stamp()
+            start = clock.stamp_compute()
             try:
                 return use(region)
             finally:
-                self.note_computed(track, name, start)
+                self._notes.append((track, name, start, clock.stamp_compute(), 0, clock))
 
         return noted
 
@@ -81,19 +90,22 @@ class Recorder:
 
     def note_computed(self, track: str, name: str, start: Any) -> None:
         """Records the computation that was submitted since a stamp."""
-        self._notes.append((track, name, start, self._clock.stamp_compute(), 0))
+        self._notes.append((track, name, start, self._clock.stamp_compute(), 0, self._clock))
 
     def spans(self) -> list[Span]:
         """Returns all spans so far in the order of their starts; waits for an accelerator."""
 
-        def seconds(stamp: Any) -> float:
-            return (stamp if isinstance(stamp, float) else self._clock.seconds(stamp)) - self._began
+        def seconds(stamp: Any, clock: Clock) -> float:
+            return (stamp if isinstance(stamp, float) else clock.seconds(stamp)) - self._began
 
         found = [
-            Span(track, name, seconds(start), seconds(end), nbytes)
-            for track, name, start, end, nbytes in self._notes
+            Span(track, name, seconds(start, clock), seconds(end, clock), nbytes)
+            for track, name, start, end, nbytes, clock in self._notes
         ]
         return sorted(found, key=lambda span: span.start)
+
+    def _clock_of(self, unit: int | str) -> Clock:
+        return self._unit_clocks[unit] if self._unit_clocks and isinstance(unit, int) else self._clock
 
 
 @contextlib.contextmanager
@@ -112,14 +124,24 @@ def recording(offloader: Offloader) -> Iterator[Recorder]:
         )
     chunks = {
         wanted: index
-        for index, layout in enumerate(offloader.buffers.layouts)
+        for index, layout in enumerate(offloader.layouts)
         for run in layout.runs
         for wanted, _ in run.chunks(CHUNK_NBYTES)
     }
-    recorder = Recorder(offloader.buffers.clock(), [unit.name for unit in offloader.units], chunks)
-    offloader.recorder = offloader.buffers.recorder = recorder
+    clocks = {device: buffers.clock() for device, buffers in offloader.buffers.items()}
+    recorder = Recorder(
+        clocks.get(offloader.device) or clock_of(offloader.device),
+        [unit.name for unit in offloader.units],
+        chunks,
+        [clocks[unit.device] for unit in offloader.units],
+    )
+    offloader.recorder = recorder
+    for buffers in offloader.buffers.values():
+        buffers.recorder = recorder
     offloader.source.on_read = recorder.note_read
     try:
         yield recorder
     finally:
-        offloader.recorder = offloader.buffers.recorder = offloader.source.on_read = None
+        offloader.recorder = offloader.source.on_read = None
+        for buffers in offloader.buffers.values():
+            buffers.recorder = None

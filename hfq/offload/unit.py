@@ -27,6 +27,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
 _VIEWS = 16
 """Number of buffer offsets for which a unit's views are kept."""
 
@@ -70,27 +71,34 @@ class UnquantizedParameter:
 
 @dataclass(frozen=True)
 class OffloadUnit:
-    """A module whose forward needs these offloaded weights, and runs no other unit."""
+    """A module whose forward needs these offloaded weights, and runs no other unit.
+
+    Attributes:
+        device: The execution device.
+    """
 
     name: str
     module: nn.Module
     quantized: tuple[QuantizedModule, ...]
     unquantized: tuple[UnquantizedParameter, ...]
+    device: torch.device = _CPU
 
-    def moved(self, device: torch.device) -> tuple[QuantizedModule, ...]:
-        """Returns the quantized modules to onload to a device."""
-        return tuple(module for module in self.quantized if device.type != "cpu" or is_on_disk(module))
+    @property
+    def moved(self) -> tuple[QuantizedModule, ...]:
+        """The quantized modules to onload."""
+        return tuple(module for module in self.quantized if self.device.type != "cpu" or is_on_disk(module))
 
-    def onload_to(self, device: torch.device) -> None:
-        """Sets the device to which all parts are onloaded."""
-        for module in self.moved(device):
-            module.onload_device = device
+    def set_onload_device(self) -> None:
+        """Tells all parts the device to which they are onloaded."""
+        for module in self.moved:
+            module.onload_device = self.device
         for weight in self.unquantized:
-            weight.onload_to(f"{self.name}.{weight.local}", device)
+            weight.onload_to(f"{self.name}.{weight.local}", self.device)
 
-    def infos(self, device: torch.device) -> list[TensorInfo]:
-        """Returns the stored tensors to onload to a device."""
-        quantized = [info for module in self.moved(device) for info in module.infos.values()]
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """The stored tensors to onload."""
+        quantized = [info for module in self.moved for info in module.infos.values()]
         return [*quantized, *(weight.info for weight in self.unquantized)]
 
 
@@ -117,18 +125,15 @@ class Binding:
     Args:
         unit: The unit.
         layout: Offsets of its tensors in a buffer.
-        device: The execution device.
         buffer: The offload buffer. Views of other memory are not kept, since they would keep that memory
             allocated.
     """
 
-    def __init__(
-        self, unit: OffloadUnit, layout: UnitLayout, device: torch.device, buffer: torch.Tensor
-    ) -> None:
+    def __init__(self, unit: OffloadUnit, layout: UnitLayout, buffer: torch.Tensor) -> None:
         self.unit = unit
         self._layout = layout
         self._buffer = buffer.untyped_storage().data_ptr()
-        self._moved = unit.moved(device)
+        self._moved = unit.moved
         self._staying = tuple(module for module in unit.quantized if module not in self._moved)
         self._views: dict[int, tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]] = {}
         self._offloaded: list[OffloadedWeights] = []

@@ -6,7 +6,7 @@ The key `model.layers.1` covers `model.layers.1` and its submodules, never `mode
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ __all__ = [
     "check_device",
     "check_present",
     "execution_device",
+    "execution_devices",
     "execution_map",
+    "leaf_map",
     "resolve_devices",
 ]
 
@@ -167,6 +169,78 @@ def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], mai
         if _matched_as_regex(name, result) != device:
             result[name] = device
     return result
+
+
+def execution_devices(
+    devices: Mapping[str, str], main: str, units: Iterable[tuple[str, Collection[str]]]
+) -> dict[str, str]:
+    """Returns the execution device of each tensor.
+
+    A tensor on an accelerator computes there. An offloaded tensor computes on the accelerator of its unit. A
+    unit that is wholly offloaded computes on the accelerator of the unit before it, so that activations
+    change devices as rarely as possible.
+
+    Args:
+        devices: Device of each tensor.
+        main: The execution device of the first units, if no tensor of theirs is on an accelerator.
+        units: Names of the decoder layers, and of the leaf modules outside of them, in the order of the
+            model, with the names of their tensors.
+
+    Raises:
+        PlacementError: The parts of a decoder layer are on several accelerators.
+    """
+    found: dict[str, str] = {}
+    current = main
+    for unit, names in units:
+        own = sorted({devices[name] for name in names} - {"cpu", "disk"}) if main != "cpu" else []
+        if len(own) > 1:
+            raise PlacementError(
+                "device_map divides a module that computes as a whole between accelerators. Nothing was "
+                "loaded.",
+                tensor=unit,
+                expected="one accelerator, with cpu and disk",
+                found=", ".join(own),
+                fix=f'Pass {{"{unit}": "{own[0]}"}}.',
+            )
+        current = own[0] if own else current
+        found |= dict.fromkeys(names, current)
+    return found
+
+
+def leaf_map(
+    executes: Mapping[str, str], device_map: Mapping[str, str], main: str, modules: Iterable[str]
+) -> dict[str, int]:
+    """Returns the map of execution devices for accelerate, by number, without a key above another key.
+
+    accelerate's hooks send everything below a key to its device, and do not undo it for a longer key
+    (`attach_execution_device_hook`, accelerate 1.15). It takes the first of a set of devices for the key `""`
+    (`dispatch_model`), so that the result depends on the hashes of texts.
+
+    Args:
+        executes: Execution device of each tensor.
+        device_map: Execution device of each key of the user's map, for modules without tensors.
+        main: The execution device of all others.
+        modules: Names of all modules, parents before their children.
+    """
+    below: dict[str, set[str]] = {}
+    for name, device in executes.items():
+        for path in _ancestors(name):
+            below.setdefault(path, set()).add(device)
+    result: dict[str, str] = {}
+    for path in modules:
+        if path and not any(parent in result for parent in _ancestors(path)):
+            found = below.get(path) or {_device(path, device_map) or main}
+            if len(found) == 1:
+                result[path] = next(iter(found))
+    for name, device in executes.items():
+        if not any(parent in result for parent in _ancestors(name)):
+            result[name] = device
+    return {name: int(device.partition(":")[2] or 0) for name, device in result.items()}
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _device(name: str, devices: Mapping[str, str]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hfq.loading.kv_layers import activation_sizes, kv_layers
 from hfq.loading.model_loader import ModelLoader
 from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
@@ -22,11 +24,14 @@ def predict_memory(loading: ModelLoader, rows: int, context: int) -> dict[str, i
     """
     model, offloader = loading.model, loading.offloader
     dtype = str(model.dtype).removeprefix("torch.")
-    running = 0 if offloader is None else offloader.buffers.nbytes + offloader.experts.nbytes
+    running: Counter[str] = Counter()
+    if offloader is not None:
+        for buffers in offloader.buffers.values():
+            running.update(buffers.nbytes_by_device())
+        running.update(offloader.experts.nbytes_by_device())
     if context:
-        running += kv_nbytes(kv_layers(model)[0], 1, context, dtype)
+        running[loading.main] += kv_nbytes(kv_layers(model)[0], 1, context, dtype)
     if rows:
-        running += activation_nbytes(activation_sizes(model), 1, rows, dtype)
+        running[loading.main] += activation_nbytes(activation_sizes(model), 1, rows, dtype)
     found = {device: nbytes for device, nbytes in loading.plan.nbytes_by_device().items() if device != "disk"}
-    found[loading.main] = found.get(loading.main, 0) + running
-    return found
+    return {device: found.get(device, 0) + running[device] for device in {**found, **running}}

@@ -132,7 +132,7 @@ def _work(loading: ModelLoader) -> Work:
         is_on_cpu,
         calls=count_calls(model, dtype, routed),
         stages=_stages(loading, routed),
-        buffer=0 if offloader is None else offloader.buffers.nbytes,
+        buffer=0 if offloader is None else offloader.buffer_nbytes,
     )
 
 

@@ -234,15 +234,16 @@ def _homes(plan: Plan) -> list[DeviceReport]:
 
 
 def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
-    buffers = offloader.buffers
+    host = [buffers.buffer for buffers in offloader.buffers.values() if buffers.buffer.device.type == "cpu"]
+    huge = [huge_page_nbytes(buffer) for buffer in host if buffer.numel()]
     experts = offloader.experts
     prefetch_order = offloader.prefetch_order
     return OffloadReport(
         mode=offloader.source.mode,
         units=len(offloader.units),
         pass_nbytes=offloader.pass_nbytes,
-        buffer_nbytes=buffers.nbytes,
-        huge_page_nbytes=huge_page_nbytes(buffers.buffer) if buffers.buffer.numel() else None,
+        buffer_nbytes=offloader.buffer_nbytes,
+        huge_page_nbytes=huge[0] if huge else None,
         passes=offloader.passes,
         unit_forwards=prefetch_order.unit_forwards,
         prefetch_misses=prefetch_order.prefetch_misses,
@@ -250,7 +251,7 @@ def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
         nbytes_read=offloader.source.nbytes_read,
         read_seconds=offloader.pool.busy_seconds,
         stall_seconds=offloader.stall_seconds,
-        disk_bandwidth=measure_limit(offloader.source, buffers.layouts) if measure else None,
+        disk_bandwidth=measure_limit(offloader.source, offloader.layouts) if measure else None,
         expert_hits=experts.hits,
         expert_misses=experts.misses,
         expert_nbytes=experts.nbytes,

@@ -18,8 +18,7 @@ from torch import nn
 from hfq.loading.loaded_model import loader_of
 from hfq.loading.model_loader import ModelLoader
 from hfq.offload.chrome_trace import chrome_trace
-from hfq.offload.clock import HostClock
-from hfq.offload.copy_stream import copy_stream_to
+from hfq.offload.copy_stream import clock_of
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
 from hfq.runtime.predicted_speed import takes_tokens
@@ -92,8 +91,7 @@ def _recorder(loading: ModelLoader) -> Iterator[Recorder]:
         with recording(loading.offloader) as recorder:
             yield recorder
         return
-    device = torch.device(loading.main)
-    yield Recorder(HostClock() if device.type == "cpu" else copy_stream_to(device).clock())
+    yield Recorder(clock_of(torch.device(loading.main)))
 
 
 @contextlib.contextmanager

@@ -10,11 +10,29 @@ from tests.support.models import GPTQ, load
 pytestmark = pytest.mark.accelerator
 
 LAYERS = [f"model.layers.{index}" for index in range(4)]
+HEAD = {"model.embed_tokens": "sim:0", "lm_head": "sim:0"}
 MAPS = {
     "1": {"": "sim:0"},
     "1+cpu": {"": "sim:0", LAYERS[1]: "cpu", LAYERS[2]: "cpu"},
     "1+disk": {"": "sim:0", LAYERS[1]: "disk", LAYERS[2]: "disk"},
     "1+cpu+disk": {"": "sim:0", LAYERS[0]: "disk", LAYERS[1]: "cpu", LAYERS[3]: "disk"},
+    "2": {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"},
+    "2 by a parent key": {"model": "sim:1", "lm_head": "sim:1", LAYERS[0]: 0},
+    "2+cpu+disk": {
+        "": "sim:1",
+        LAYERS[0]: "sim:0",
+        LAYERS[1]: "disk",
+        f"{LAYERS[2]}.mlp": "cpu",
+        LAYERS[3]: "disk",
+    },
+    "3+cpu+disk": {
+        "": "disk",
+        f"{LAYERS[0]}.self_attn": "sim:0",
+        f"{LAYERS[1]}.self_attn": "sim:1",
+        f"{LAYERS[2]}.mlp": "cpu",
+        f"{LAYERS[3]}.mlp": "sim:2",
+        "model.embed_tokens": "sim:0",
+    },
 }
 ORDERS = {
     "eager": {},
@@ -45,3 +63,11 @@ def test_logits_and_tokens_are_equal(sim, expected, placement, order, is_user_st
             generated = model.generate(tokens, max_new_tokens=6, do_sample=False).cpu()
     assert all(torch.equal(found, expected[0]) for found in logits)
     assert torch.equal(generated, expected[1])
+
+
+@pytest.mark.parametrize("placement", [name for name in MAPS if "+" in name])
+@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:1", "sim:2"])
+def test_inputs_may_be_on_any_device(sim, expected, placement, device):
+    model = load(GPTQ, MAPS[placement])
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(8)[None].to(device)).logits.cpu(), expected[0])

@@ -89,7 +89,7 @@ def quiet(model) -> int:
     """Returns the bytes read, once all started reads are complete."""
     loading = model.hf_quantizer.loading
     for index in range(len(loading.offloader.units)):
-        ticket = loading.offloader.buffers.ticket_of(index)
+        ticket = loading.offloader._buffers_of(index).ticket_of(index)
         if ticket is not None:
             ticket.wait()
     return loading.reader.counters.bytes_read
@@ -98,12 +98,12 @@ def quiet(model) -> int:
 def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows(path):
     model, inputs = load(path, {"": "disk"}, disk_io="buffered"), prompt(path)
     loading, offloader = model.hf_quantizer.loading, model.hf_quantizer.loading.offloader
-    needed = sum(info.nbytes for unit in offloader.units for info in unit.infos(offloader.device))
+    needed = sum(info.nbytes for unit in offloader.units for info in unit.infos)
     assert needed == sum(
         info.nbytes for info in loading.checkpoint.tensors.values()
     )  # the tied head reads the embeddings
     # a unit is read from the start of its first page, with the small gaps between its tensors
-    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.buffers.layouts]
+    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.layouts]
     assert needed <= offloader.pass_nbytes < 1.01 * needed
     table = loading.checkpoint.tensors["model.embed_tokens.weight"]
     rows = inputs["input_ids"].unique().numel() * table.nbytes // table.shape[0]
@@ -111,9 +111,7 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
     for passes in range(1, 4):
         forward(model, inputs)
         once = passes * (sum(sizes) + rows)
-        assert (
-            once <= quiet(model) - before <= once + offloader.buffers.nbytes
-        )  # prefetched for the next pass
+        assert once <= quiet(model) - before <= once + offloader.buffer_nbytes  # prefetched for the next pass
     assert (offloader.passes, offloader.prefetch_order.prefetch_misses, offloader.buffer_overflows) == (
         3,
         0,

@@ -85,7 +85,7 @@ def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, de
     limit = int(total(resident) * share) // 1000 * 1000
     model = load(path, device_map=device_map, max_memory={"cpu": f"{limit // 1000}KB"})
     loading = model.hf_quantizer.loading
-    ring = loading.offloader.buffers.nbytes
+    ring = loading.offloader.buffer_nbytes
     assert loading.plan.resident_nbytes() + ring <= limit
     assert 0 <= ring - loading.budget.buffers["cpu"] <= loading.budget.read_ahead_nbytes()
     assert loading.plan.onloaded_nbytes() > 0

@@ -101,7 +101,7 @@ def measure(model) -> dict[str, int]:
         for name, info in loading.match.unquantized.items()
         if name in parameters and parameters[name].is_meta
     )
-    ring = loading.offloader.buffers.nbytes if loading.offloader is not None else 0
+    ring = loading.offloader.buffer_nbytes if loading.offloader is not None else 0
     return {"cpu": sum(held.values()), "disk": on_disk, "ring": ring}
 
 

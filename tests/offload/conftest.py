@@ -15,6 +15,7 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.flat_buffer import map_tensors, read_tensor
 from hfq.modules.linear import QuantizedLinear
+from hfq.offload.offload_buffers import OffloadBuffers
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.unit import OffloadUnit, UnquantizedParameter
 
@@ -76,7 +77,7 @@ class Stack:
         pages of the file.
         """
         found, source = [], self.offloader.source
-        for layout in self.offloader.buffers.layouts:
+        for layout in self.offloader.layouts:
             (run,) = layout.runs
             end = run.source.offset + run.source.nbytes
             if source.mode == "direct" and source.files.supports_direct(run.source.file):
@@ -85,10 +86,16 @@ class Stack:
             found.append(end - run.source.offset // 4096 * 4096)
         return found
 
+    @property
+    def buffers(self) -> OffloadBuffers:
+        """The offload buffers of the only device."""
+        (found,) = self.offloader.buffers.values()
+        return found
+
     def quiet(self) -> int:
         """The bytes read so far, once everything that was begun is read."""
         for index in range(len(self.offloader.units)):
-            ticket = self.offloader.buffers.ticket_of(index)
+            ticket = self.offloader._buffers_of(index).ticket_of(index)
             if ticket is not None:
                 ticket.wait()
         return self.reader.counters.bytes_read

@@ -99,7 +99,7 @@ def test_rows_are_those_of_the_table_and_each_is_read_once(table, tokens):
     assert torch.equal(module(tokens), resident(tokens))
     assert reader.counters.bytes_read == len(set(tokens.flatten().tolist())) * SIZE * table[0].element_size()
     assert offloader.units == ()
-    assert offloader.buffers.nbytes == 0
+    assert offloader.buffer_nbytes == 0
     assert module.weight.is_meta
 
 

@@ -20,7 +20,7 @@ class Expert(SimpleNamespace):
     __hash__ = object.__hash__
 
     def __init__(self, name: str, nbytes: int) -> None:
-        super().__init__(name=name, infos={"weight": SimpleNamespace(nbytes=nbytes)})
+        super().__init__(name=name, onload_device=None, infos={"weight": SimpleNamespace(nbytes=nbytes)})
 
 
 @pytest.fixture

@@ -65,7 +65,9 @@ def device(tmp_path, track, monkeypatch):
 
         monkeypatch.setattr(source, "read", noted)
         return (
-            AcceleratorBuffers([lay_out(infos) for infos in units], source, pool, track, resident),
+            AcceleratorBuffers(
+                [lay_out(infos) for infos in units], range(len(units)), source, pool, track, resident
+            ),
             units,
             tensors,
         )
@@ -178,7 +180,9 @@ def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, re
     monkeypatch.setattr(
         Offloader,
         "_make_buffers",
-        lambda self, layouts: AcceleratorBuffers(layouts, self.source, self.pool, track, resident),
+        lambda self, device: AcceleratorBuffers(
+            self.layouts, range(len(self.layouts)), self.source, self.pool, track, resident
+        ),
     )
     stack, expected = build(options=OffloadOptions(mode)), build(offload=False).model(random_tensor(3, SIZE))
     for passes in range(1, 6):

@@ -25,7 +25,7 @@ def poisoned(build, monkeypatch):
 
     def make(layers: int = LAYERS, seed: int = 0):
         stack, dice = build(layers=layers), plain_random.Random(seed)
-        buffers, source, read = stack.offloader.buffers, stack.offloader.source, stack.offloader.source.read
+        buffers, source, read = stack.buffers, stack.offloader.source, stack.offloader.source.read
         give_back = buffers.give_back
 
         def poison(unit: int) -> None:

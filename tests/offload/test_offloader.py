@@ -67,8 +67,8 @@ def test_all_blocks_share_one_buffer_of_two_neighbours(build):
     stack.model(random(3, SIZE))
     stack.model(random(3, SIZE))
     buffer, sizes = (
-        stack.offloader.buffers.buffer,
-        [layout.nbytes for layout in stack.offloader.buffers.layouts],
+        stack.buffers.buffer,
+        [layout.nbytes for layout in stack.offloader.layouts],
     )
     assert buffer.numel() == max(size + sizes[index - 1] for index, size in enumerate(sizes))
     assert len(addresses) == 8

@@ -51,7 +51,9 @@ def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
     sizes, started = stack.read_nbytes(), []
 
     def probe(layer):
-        started.append([index for index in range(8) if stack.offloader.buffers.ticket_of(index) is not None])
+        started.append(
+            [index for index in range(8) if stack.offloader._buffers_of(index).ticket_of(index) is not None]
+        )
 
     stack.model[0].probe = probe
     for passes in range(1, 5):
@@ -60,7 +62,7 @@ def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
     assert all(
         {0, 1, 2} <= set(indices) for indices in started
     )  # two blocks fit beside the one that computes
-    buffers = stack.offloader.buffers
+    buffers = stack.buffers
     assert buffers.nbytes <= sum(layout.nbytes for layout in buffers.layouts) // 2
 
 
@@ -153,7 +155,7 @@ def test_a_block_within_another_is_read_beside_it(build, outer, inner):
 
 def test_memory_beside_the_ring_is_let_go_when_its_block_is_over(build, monkeypatch):
     stack, activations, made = build(), random(3, SIZE), []
-    first, seen, buffers = stack.model[0], [], stack.offloader.buffers
+    first, seen, buffers = stack.model[0], [], stack.buffers
     check_out = buffers.check_out
 
     def noted(unit: int) -> torch.Tensor:

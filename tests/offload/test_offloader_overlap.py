@@ -24,7 +24,7 @@ class Gates:
         self.began, self.entered, self.is_open = [0] * LAYERS, [0] * LAYERS, False
         self._changed = threading.Condition()
         self._offsets = {}
-        for index, layout in enumerate(stack.offloader.buffers.layouts):
+        for index, layout in enumerate(stack.offloader.layouts):
             for run in layout.runs:
                 self._offsets[run.source.offset // 4096] = index
         self._read = stack.offloader.source.read

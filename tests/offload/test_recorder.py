@@ -61,9 +61,7 @@ def test_outside_of_a_recording_nobody_notes_anything(stack, monkeypatch):
     with torch.no_grad():
         stack.model(torch.ones(2, SIZE))
     stack.quiet()
-    assert (
-        stack.offloader.recorder is stack.offloader.buffers.recorder is stack.offloader.source.on_read is None
-    )
+    assert stack.offloader.recorder is stack.buffers.recorder is stack.offloader.source.on_read is None
 
 
 def test_a_recording_ends_with_the_error_that_ends_it(stack):
@@ -89,7 +87,7 @@ def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
         for unit in range(3)
     ]
     buffers = AcceleratorBuffers(
-        [lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, track
+        [lay_out(each) for each in infos], range(3), Source(Reader(checkpoint), "buffered", 0), pool, track
     )
     recorder = buffers.recorder = Recorder(buffers.clock(), ["0", "1", "2"])
     try:

@@ -106,7 +106,7 @@ def test_a_batch_that_meets_its_end_early_leaves_the_others_alone(streamed, resi
 def blocks_read(model) -> int:
     offloader = model.hf_quantizer.loading.offloader
     for index in range(len(offloader.units)):
-        ticket = offloader.buffers.ticket_of(index)
+        ticket = offloader._buffers_of(index).ticket_of(index)
         if ticket is not None:
             ticket.wait()
     return offloader.source.nbytes_read
@@ -121,7 +121,7 @@ def test_the_blocks_are_read_once_for_each_step_whatever_the_number_of_batches(c
         run_batches(model, batches_of(*range(1, count + 1)))
     sizes = [
         sum(run.lead + run.source.nbytes for run in layout.runs)
-        for layout in model.hf_quantizer.loading.offloader.buffers.layouts
+        for layout in model.hf_quantizer.loading.offloader.layouts
     ]
     once = blocks_read(model) - before
     assert (

@@ -22,6 +22,10 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
 6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) creates the meshes of a tensor-parallel
    load before anything is opened. A rank that fails must join this before it can report its error to the
    others, so hfq records the call.
+7. `PreTrainedModel.num_parameters` and `get_memory_footprint`, of models that hfq loaded. Upstream counts
+   stored words, and skips weights on disk.
+8. `modeling_utils.accelerate_dispatch`, of models over several accelerators. accelerate's hooks would move
+   quantized and offloaded tensors.
 """
 
 from __future__ import annotations
@@ -53,10 +57,11 @@ _one_load = threading.RLock()
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Applies patches 1, 3, 5, and 6, and patch 2 for model classes."""
+    """Applies patches 1, 3, and 5 to 8, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
+        module.accelerate_dispatch = _dispatching(module.accelerate_dispatch)
         _guard(module.PreTrainedModel)
         module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
         for name, count in (("num_parameters", num_parameters), ("get_memory_footprint", memory_footprint)):
@@ -104,6 +109,16 @@ def _validating(original: Callable) -> Callable:
         return resolved
 
     return get_resolved_checkpoint_files
+
+
+def _dispatching(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def accelerate_dispatch(model: Any, hf_quantizer: Any, *args: Any, **kwargs: Any) -> Any:
+        loading = getattr(hf_quantizer, "loading", None)
+        with contextlib.nullcontext() if loading is None else loading.without_offloaded():
+            return original(model, hf_quantizer, *args, **kwargs)
+
+    return accelerate_dispatch
 
 
 def _counting(original: Callable, count: Callable) -> Callable:

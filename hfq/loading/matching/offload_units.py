@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,6 +23,7 @@ def find_offload_units(
     quantized: Mapping[str, QuantizedModule],
     hidden: Iterable[str],
     devices: Mapping[str, str],
+    execution_device: Callable[[str], torch.device],
 ) -> list[OffloadUnit]:
     """Returns the units of a model with their offloaded weights.
 
@@ -31,6 +34,7 @@ def find_offload_units(
             out, since they are read when they are routed to.
         hidden: Names of the unquantized tensors that transformers did not load.
         devices: Device of every tensor, keyed by tensor name.
+        execution_device: Returns the execution device of a module, given its name.
     """
     unquantized: dict[str, list[UnquantizedParameter]] = {}
     for name in sorted(hidden):
@@ -42,7 +46,8 @@ def find_offload_units(
     quantized = {
         name: module for name, module in quantized.items() if match.quantized[name].target.kind != "expert"
     }
-    return list(_collect("", model, set(model._no_split_modules or ()), quantized, unquantized))
+    found = _collect("", model, set(model._no_split_modules or ()), quantized, unquantized)
+    return [dataclasses.replace(unit, device=execution_device(unit.name)) for unit in found]
 
 
 def stored_place(name: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:

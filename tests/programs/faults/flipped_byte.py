@@ -11,7 +11,10 @@ from tests.programs.faults.tools import ARGUMENTS, FILE, expected, load, logits,
 model = load(disk_checksum=ARGUMENTS[0])
 if ARGUMENTS[0] == "always":
     assert torch.equal(logits(model), expected)
-    streamer_of(model).buffers.ticket_of(0).wait(), streamer_of(model).buffers.ticket_of(1).wait()
+    (
+        streamer_of(model)._buffers_of(0).ticket_of(0).wait(),
+        streamer_of(model)._buffers_of(1).ticket_of(1).wait(),
+    )
 times = os.stat(FILE)
 info = model.model.layers[2].mlp.up_proj.infos["qweight"].range
 with open(FILE, "r+b") as stream:

@@ -62,9 +62,9 @@ class Hold:
 
 def in_flight(model):
     """Drops the first unit and starts to read it again; the read is delayed."""
-    streamer_of(model).buffers.drop(0)
+    streamer_of(model)._buffers_of(0).drop(0)
     hold = Hold(model)
-    assert streamer_of(model).buffers.start(0, [])
+    assert streamer_of(model)._buffers_of(0).start(0, [])
     assert hold.began.wait(20)
     return hold
 

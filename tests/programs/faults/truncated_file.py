@@ -8,6 +8,6 @@ from tests.programs.faults.tools import FILE, expected, load, logits, streamer_o
 
 model = load()
 assert torch.equal(logits(model), expected)
-streamer_of(model).buffers.ticket_of(0).wait()
+streamer_of(model)._buffers_of(0).ticket_of(0).wait()
 os.truncate(FILE, 4096)
 logits(model)
