@@ -132,6 +132,7 @@ def test_quantize_and_run_batches_have_their_parameters():
         "max_seq_length",
         "modules_to_not_convert",
         "on_progress",
+        "trust_remote_code",
     ]
     assert list(inspect.signature(hfq.run_batches).parameters) == ["model", "batches", "fn", "max_concurrent"]
 

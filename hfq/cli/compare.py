@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfq.cli.fitting_table import FittingTable, wide_console
-from hfq.cli.model_argument import model_folder
+from hfq.cli.model_argument import TrustRemoteCode, model_folder
 from hfq.cli.typed_options import parse_device_map
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def compare(
         ),
     ] = None,
     logits: Annotated[bool, typer.Option(help="Compare the logits of both models on the prompt.")] = True,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with the SHA-256 of every tensor.")
     ] = False,
@@ -62,7 +63,14 @@ def compare(
         parse_device_map(device_map_a, "--device-map-a")
         parse_device_map(device_map_b, "--device-map-b")
         folders = model_folder(first, revision_a), model_folder(second, revision_b)
-        found = run(*folders, device_map_a=device_map_a, device_map_b=device_map_b, text=text, logits=logits)
+        found = run(
+            *folders,
+            device_map_a=device_map_a,
+            device_map_b=device_map_b,
+            text=text,
+            logits=logits,
+            trust_remote_code=trust_remote_code,
+        )
     except HfqError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

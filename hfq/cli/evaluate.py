@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfq.cli.fitting_table import FittingTable, wide_console
-from hfq.cli.model_argument import model_folder
+from hfq.cli.model_argument import TrustRemoteCode, model_folder
 from hfq.cli.typed_options import check_dtype, parse_device_map
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def evaluate(
     batch_size: BatchSize = 8,
     device_map: DeviceMap = "cpu",
     dtype: Dtype = "float32",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     output_dir: OutputDir = None,
 ) -> None:
@@ -105,6 +106,7 @@ def evaluate(
         batch_size=batch_size,
         device_map=device_map,
         dtype=dtype,
+        trust_remote_code=trust_remote_code,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     names |= {} if known is None or reference is None else {known: reference}

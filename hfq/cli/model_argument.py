@@ -13,12 +13,16 @@ import typer
 if TYPE_CHECKING:
     from hfq.integrations.hub.find import FoundCheckpoint
 
-__all__ = ["Model", "Out", "Revision", "model_folder", "model_headers"]
+__all__ = ["Model", "Out", "Revision", "TrustRemoteCode", "model_folder", "model_headers"]
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id of the checkpoint.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder to create; it must be absent or empty.")]
 Revision = Annotated[
     str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of MODEL on the Hub.")
+]
+
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that a checkpoint contains.")
 ]
 
 

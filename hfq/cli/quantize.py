@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfq.cli.model_argument import Model, Out, Revision, model_folder
+from hfq.cli.model_argument import Model, Out, Revision, TrustRemoteCode, model_folder
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
@@ -89,6 +89,7 @@ def quantize(
     dataset: Dataset = None,
     num_calibration_samples: NumCalibrationSamples = 128,
     max_seq_length: MaxSeqLength = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Writes a quantized copy of a float checkpoint.
@@ -121,6 +122,7 @@ def quantize(
             max_seq_length=max_seq_length,
             modules_to_not_convert=modules_to_not_convert,
             on_progress=show,
+            trust_remote_code=trust_remote_code,
         )
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
 

@@ -144,6 +144,7 @@ def compare(
     device_map_b: str | dict | None = None,
     text: str | os.PathLike | None = None,
     logits: bool = True,
+    trust_remote_code: bool = False,
 ) -> Comparison:
     """Compares two checkpoints or placements weight by weight, and by the logits of one prompt.
 
@@ -157,12 +158,15 @@ def compare(
         device_map_b: Placement of B's weights.
         text: Text file whose first 32 tokens are the prompt. None means fixed random ids.
         logits: True to compare logits, which runs both models once.
+        trust_remote_code: True to run Python code that the checkpoints contain.
 
     Raises:
         HfqError: A checkpoint cannot be loaded, or hfq did not load a model.
     """
     models = [
-        source if isinstance(source, torch.nn.Module) else load_model(source, device_map, kernel="reference")
+        source
+        if isinstance(source, torch.nn.Module)
+        else load_model(source, device_map, kernel="reference", trust_remote_code=trust_remote_code)
         for source, device_map in ((first, device_map_a), (second, device_map_b))
     ]
     a, b = (Weights(model) for model in models)
@@ -170,7 +174,7 @@ def compare(
     for name in {**a.units, **b.units}:
         found, digests[name] = _compare_unit(name, a, b)
         differences += [found] if found is not None else []
-    apart = _logit_distance(models, first, text) if logits else None
+    apart = _logit_distance(models, first, text, trust_remote_code) if logits else None
     numbers = all(each.kind in SAME_NUMBERS for each in differences)
     names = (_name(first), _name(second))
     same = numbers and (apart is None or apart.is_equal)
@@ -224,7 +228,9 @@ def _judge(first: Unit, second: Unit, held: tuple[dict, dict]) -> Difference:
     return Difference(first.name, "other values", *formats, apart)
 
 
-def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -> LogitDistance | None:
+def _logit_distance(
+    models: list, source: Any, text: str | os.PathLike | None, trust_remote_code: bool
+) -> LogitDistance | None:
     """Compares the logits of one prompt. Returns None if the vocabularies differ."""
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if sizes[0] != sizes[1]:
@@ -233,7 +239,7 @@ def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -
         prompt = torch.randint(sizes[0], (_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0))
     else:
         path = getattr(source, "name_or_path", source)  # a loaded model knows its folder
-        prompt = tokenize(read_text(text), path, sizes[0])[:_PROMPT_TOKENS]
+        prompt = tokenize(read_text(text), path, sizes[0], trust_remote_code)[:_PROMPT_TOKENS]
     with torch.no_grad():
         a, b = (
             model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()

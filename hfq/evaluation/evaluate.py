@@ -94,6 +94,7 @@ def evaluate(
     batch_size: int = 8,
     device_map: str | dict | None = None,
     dtype: str = "float32",
+    trust_remote_code: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> list[Quality]:
     """Scores checkpoints on a text. Loads one at a time, in addition to the reference.
@@ -107,6 +108,7 @@ def evaluate(
         batch_size: Windows per forward pass.
         device_map: Placement of the weights. See `placed_models.as_device_map`. None means all on the CPU.
         dtype: Dtype of activations and unquantized tensors.
+        trust_remote_code: True to run Python code that the checkpoints contain.
         say: Function that receives a progress line before each checkpoint.
 
     Returns:
@@ -118,9 +120,9 @@ def evaluate(
         CheckpointError: A checkpoint is damaged, or its logits are not finite.
     """
     everything = [*paths, *([reference] if reference is not None else [])]
-    configs = {os.fspath(path): text_config(path) for path in everything}
+    configs = {os.fspath(path): text_config(path, trust_remote_code) for path in everything}
     length = _length(configs, max_seq_length)
-    tokens = _tokens(read_text(text), configs)
+    tokens = _tokens(read_text(text), configs, trust_remote_code)
     batches = cut(tokens, length, stride, batch_size)
     say = say or (lambda line: None)
     known = None
@@ -128,10 +130,10 @@ def evaluate(
     first = None
     if reference is not None:
         say(f"{os.fspath(reference)}: reference")
-        known, known_seconds = _timed(reference, device_map, dtype)
+        known, known_seconds = _timed(reference, device_map, dtype, trust_remote_code)
     for path in paths:
         say(f"{os.fspath(path)}: {sum(batch.targets.numel() for batch in batches)} tokens")
-        model, load_seconds = _timed(path, device_map, dtype)
+        model, load_seconds = _timed(path, device_map, dtype, trust_remote_code)
         if known is None or reference is None:
             started = time.perf_counter()
             found = score(model, batches)
@@ -168,10 +170,10 @@ def _row(
 
 
 def _timed(
-    path: str | os.PathLike, device_map: str | dict | None, dtype: str
+    path: str | os.PathLike, device_map: str | dict | None, dtype: str, trust_remote_code: bool
 ) -> tuple[torch.nn.Module, float]:
     started = time.perf_counter()
-    model = load_model(path, device_map, dtype)
+    model = load_model(path, device_map, dtype, trust_remote_code=trust_remote_code)
     return model, time.perf_counter() - started
 
 
@@ -190,11 +192,11 @@ def _length(configs: dict, wanted: int | None) -> int:
     return wanted if wanted is not None else min(_DEFAULT_LENGTH, most)
 
 
-def _tokens(text: str, configs: dict) -> torch.Tensor:
+def _tokens(text: str, configs: dict, trust_remote_code: bool) -> torch.Tensor:
     """Returns the text's token ids, which must be equal for all checkpoints."""
     found: torch.Tensor | None = None
     for path, config in configs.items():
-        tokens = tokenize(text, path, config.vocab_size)
+        tokens = tokenize(text, path, config.vocab_size, trust_remote_code)
         if found is not None and not torch.equal(found, tokens):
             raise SetupError(
                 "Two checkpoints have different tokenizers, so their perplexities cannot be compared.",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hfq.errors import SetupError, nearest
+from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.loaded_model import loader_of
 
 __all__ = ["DTYPES", "ModelSize", "as_device_map", "load_model", "text_config"]
@@ -58,6 +59,7 @@ def load_model(
     device_map: str | dict | None = None,
     dtype: str = "float32",
     kernel: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Any:
     """Loads a causal language model, quantized or not, with hfq.
 
@@ -67,6 +69,7 @@ def load_model(
         dtype: Dtype of activations and unquantized tensors: `float32`, `bfloat16`, `float16`, or `auto` for
             the checkpoint's own.
         kernel: Same as for `HfqConfig`.
+        trust_remote_code: True to run Python code that the checkpoint contains.
 
     Raises:
         HfqError: The model cannot be loaded.
@@ -87,12 +90,20 @@ def load_model(
     logging.disable_progress_bar()
     config = HfqConfig(kernel=kernel)
     return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=DTYPES.get(dtype, dtype), device_map=device_map
+        path,
+        quantization_config=config,
+        dtype=DTYPES.get(dtype, dtype),
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
     ).eval()
 
 
-def text_config(path: str | os.PathLike) -> Any:
+def text_config(path: str | os.PathLike, trust_remote_code: bool = False) -> Any:
     """Returns the config of a checkpoint's language model.
+
+    Args:
+        path: Folder of the checkpoint.
+        trust_remote_code: True to run Python code that the checkpoint contains.
 
     Raises:
         HfqError: The checkpoint is missing, or transformers does not know the model.
@@ -103,7 +114,10 @@ def text_config(path: str | os.PathLike) -> Any:
 
     Checkpoint.open(path)
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
+        with refusing_custom_code(path):
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except SetupError:
+        raise
     except Exception as error:  # configs with custom code raise any type
         raise SetupError(
             "transformers cannot read the checkpoint's config.",

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hfq.errors import SetupError
+from hfq.loading.custom_code import load_tokenizer
 
 __all__ = ["read_text", "tokenize"]
 
@@ -39,30 +40,22 @@ def read_text(file: str | os.PathLike) -> str:
     return text
 
 
-def tokenize(text: str, path: str | os.PathLike, vocabulary: int) -> torch.Tensor:
+def tokenize(
+    text: str, path: str | os.PathLike, vocabulary: int, trust_remote_code: bool = False
+) -> torch.Tensor:
     """Tokenizes a text and returns its token ids, int64 [n].
 
     Args:
         text: The text.
         path: Folder of the checkpoint, with its tokenizer.
         vocabulary: Number of tokens that the model knows.
+        trust_remote_code: True to run Python code that the checkpoint contains.
 
     Raises:
         SetupError: The tokenizer is missing, has more tokens than the model, or returns no tokens.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-    except Exception as error:  # tokenizers raise many types of errors
-        raise SetupError(
-            "The checkpoint's tokenizer cannot be loaded.",
-            file=path,
-            expected="tokenizer.json or another tokenizer's files",
-            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
-            fix="Copy the original model's tokenizer files into the folder.",
-        ) from error
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(tokenizer) > vocabulary or (tokens.numel() and int(tokens.max()) >= vocabulary):
         raise SetupError(
             "The tokenizer does not belong to the model, because it has more tokens.",

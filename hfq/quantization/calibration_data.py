@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,12 @@ class Calibration:
 
 
 def calibrate(
-    text: Text, tokenizer: Any, vocabulary: int, samples: int, length: int, longest: int | None = None
+    text: Text,
+    tokenizer: Callable[[], Any],
+    vocabulary: int,
+    samples: int,
+    length: int,
+    longest: int | None = None,
 ) -> Calibration:
     """Cuts text or tokens into calibration sequences.
 
@@ -68,7 +73,7 @@ def calibrate(
 
     Args:
         text: See `Text`.
-        tokenizer: The model's tokenizer. It may be None for token ids.
+        tokenizer: Function that loads the model's tokenizer. It is called for text, and not for token ids.
         vocabulary: Number of tokens that the model knows.
         samples: Number of sequences. If the text holds fewer, all are used and a warning is logged.
         length: Tokens per sequence.
@@ -108,9 +113,9 @@ def calibrate(
     return Calibration(tokens[:samples].contiguous(), source)
 
 
-def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torch.Tensor, str]:
+def _tokens(text: Text, tokenizer: Callable[[], Any], samples: int, length: int) -> tuple[torch.Tensor, str]:
     if isinstance(text, str) and text in DATASETS:
-        return _dataset(text, tokenizer, samples, length), text
+        return _dataset(text, tokenizer(), samples, length), text
     if isinstance(text, (str, Path)):
         path = Path(text)
         try:
@@ -141,17 +146,10 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
     return torch.stack([row[:length] for row in rows]).to(torch.int64), f"{len(ids)} token sequences"
 
 
-def _windows(texts: Sequence[str], tokenizer: Any, samples: int, length: int) -> torch.Tensor:
-    if tokenizer is None:
-        raise _unusable(
-            "the model has no tokenizer",
-            "tokenizer files next to the weights",
-            "none",
-            "Pass token ids, or add the tokenizer's files to the checkpoint.",
-        )
+def _windows(texts: Sequence[str], tokenizer: Callable[[], Any], samples: int, length: int) -> torch.Tensor:
     if not texts[0].strip():
         raise _unusable("the text is empty", "text", "none", "Pass a file that contains text.")
-    ids = torch.tensor(tokenizer(texts[0])["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(tokenizer()(texts[0])["input_ids"], dtype=torch.int64)
     windows = ids.numel() // length
     if not windows:
         raise _too_short(ids.numel(), length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -19,6 +20,7 @@ from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
+from hfq.loading.custom_code import load_tokenizer
 from hfq.loading.matching.quantizable_layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher
@@ -47,6 +49,7 @@ def quantize(
     max_seq_length: int | None = None,
     modules_to_not_convert: list[str] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    trust_remote_code: bool = False,
 ) -> QuantizeReport:
     """Writes a quantized copy of a float checkpoint, one decoder layer at a time.
 
@@ -66,6 +69,7 @@ def quantize(
             smaller.
         modules_to_not_convert: Modules that stay unquantized.
         on_progress: Function that is called after each decoder layer.
+        trust_remote_code: True to run Python code that the checkpoint contains.
 
     Returns:
         The error of each layer, and the size and duration of the run.
@@ -77,9 +81,10 @@ def quantize(
         CheckpointError: The checkpoint is damaged, or the output cannot be written.
     """
     recipe = _as_recipe(recipe)
-    source = Source(model)
+    source = Source(model, trust_remote_code)
     target = check_target(source.checkpoint, output_dir, marker=JOURNAL)
-    text = _calibration(source, recipe, dataset, num_calibration_samples, max_seq_length)
+    tokenizer = functools.partial(load_tokenizer, source.checkpoint.root, trust_remote_code)
+    text = _calibration(source, recipe, dataset, tokenizer, num_calibration_samples, max_seq_length)
     job = _Job(source, recipe, modules_to_not_convert, target, text)
     try:
         return job.run(on_progress)
@@ -297,7 +302,12 @@ def _as_recipe(given: Recipe | str) -> Recipe:
 
 
 def _calibration(
-    source: Source, recipe: Recipe, text: Text | None, samples: int, length: int | None
+    source: Source,
+    recipe: Recipe,
+    text: Text | None,
+    tokenizer: Callable[[], Any],
+    samples: int,
+    length: int | None,
 ) -> Calibration | None:
     if not recipe.needs_calibration:
         return None
@@ -309,17 +319,11 @@ def _calibration(
             found="None",
             fix="Pass text that resembles the model's inputs, or use method='rtn' without distill_steps.",
         )
-    from transformers import AutoTokenizer
-
     config = source.model.config
     longest, vocabulary = (
         sizes_known(config, "max_position_embeddings", "n_positions"),
         sizes_known(config, "vocab_size"),
     )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.checkpoint.root)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
     length = length or min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
     return calibrate(text, tokenizer, vocabulary or 1 << 62, samples, length, longest)
 

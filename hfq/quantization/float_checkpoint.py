@@ -35,6 +35,7 @@ class Source:
 
     Args:
         path: Folder of the checkpoint, or a model that hfq loaded from one.
+        trust_remote_code: True to run Python code that the checkpoint contains.
 
     Raises:
         SetupError: hfq did not load the model.
@@ -42,13 +43,17 @@ class Source:
         CheckpointError: The checkpoint is missing or not valid.
     """
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: Any, trust_remote_code: bool = False) -> None:
         root = loader_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
         check_floats(self.checkpoint, "Nothing was written")
         with untouched_buffers():
             self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32
+                root,
+                quantization_config=HfqConfig(),
+                device_map={"": "disk"},
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
             )
         self.model.eval()
         self.reader = Reader(self.checkpoint)

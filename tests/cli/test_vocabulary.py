@@ -50,15 +50,17 @@ OPTIONS = {
     "quantize": (
         "MODEL OUT --revision --method --bits --group-size --sym --desc-act --static-groups --clip-search "
         "--damp-percent --distill-steps --modules-to-not-convert --dataset --num-calibration-samples "
-        "--max-seq-length --json"
+        "--max-seq-length --trust-remote-code --json"
     ),
     "convert": "MODEL OUT --to --revision --json",
     "reshard": "MODEL OUT --revision --json",
     "evaluate": (
         "MODEL... --text --revision --reference --reference-revision --max-seq-length --stride --batch-size "
-        "--device-map --dtype --json --output-dir"
+        "--device-map --dtype --trust-remote-code --json --output-dir"
     ),
-    "compare": "A B --revision-a --revision-b --device-map-a --device-map-b --text --logits --json",
+    "compare": (
+        "A B --revision-a --revision-b --device-map-a --device-map-b --text --logits --trust-remote-code --json"
+    ),
     "plot": "FILE... --output-dir --html",
     "demo": "--folder --json",
 }

@@ -225,7 +225,6 @@ class Tokenizer:
         ([torch.zeros(1, 64)], {}, "neither text nor tokens"),
         ([], {}, "neither text nor tokens"),
         ("no such file", {}, "cannot be read"),
-        (["x" * 64], {"tokenizer": None}, "no tokenizer"),
         (["x" * 64], {"length": 0}, "max_seq_length"),
         (["x" * 64], {"samples": -1}, "num_calibration_samples"),
         (["x" * 64], {"longest": 8}, "positions"),
@@ -234,21 +233,19 @@ class Tokenizer:
 )
 def test_unusable_calibration_sets_are_named(text, options, named):
     with pytest.raises(SetupError, match=named):
-        calibrate(
-            text, **{"tokenizer": Tokenizer(), "vocabulary": 128, "samples": 4, "length": 16, **options}
-        )
+        calibrate(text, **{"tokenizer": Tokenizer, "vocabulary": 128, "samples": 4, "length": 16, **options})
 
 
 def test_sequences_are_spread_over_the_text_and_fewer_are_told_of(caplog, tmp_path):
     (tmp_path / "text").write_text("".join(map(chr, range(100))))
-    found = calibrate(tmp_path / "text", Tokenizer(), 128, 3, 10)
+    found = calibrate(tmp_path / "text", Tokenizer, 128, 3, 10)
     assert found.tokens[:, 0].tolist() == [0, 30, 60]
     assert not caplog.text
-    assert len(calibrate(tmp_path / "text", Tokenizer(), 128, 20, 10).tokens) == 10
+    assert len(calibrate(tmp_path / "text", Tokenizer, 128, 20, 10).tokens) == 10
     assert "instead of 20" in caplog.text
     assert [
         len(batch)
-        for batch in calibrate([torch.zeros(5, 1000, dtype=torch.int64)], None, 1, 5, 1000).batches()
+        for batch in calibrate([torch.zeros(5, 1000, dtype=torch.int64)], Tokenizer, 1, 5, 1000).batches()
     ] == [
         2,
         2,

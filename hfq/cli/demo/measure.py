@@ -36,9 +36,11 @@ def measure(path: Path, text: Path, placement: str) -> dict:
         else {"quantization_config": HfqConfig(), "device_map": _device_map(placement)}
     )
     started = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False, **options
+    )
     load_seconds = time.perf_counter() - started
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():
         logits = model(**prompt).logits

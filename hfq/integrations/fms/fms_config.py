@@ -16,6 +16,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.argument_checks import check_sizes, open_local
+from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.matching.match import CheckpointMatch, match_model
 
 __all__ = ["TESTED", "Source", "read_source"]
@@ -72,9 +73,10 @@ def read_source(path: str | os.PathLike, config: PreTrainedConfig | None = None)
             fix="Run hf download NAME, and pass the folder that it prints.",
         )
     check_sizes(checkpoint)
-    plain = _without_quantization(
-        config if config is not None else transformers.AutoConfig.from_pretrained(path)
-    )
+    with refusing_custom_code(path):
+        plain = _without_quantization(
+            config or transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        )
     match = match_model(_meta_model(plain), checkpoint, source_config(checkpoint) or {})
     params = _params(plain)
     head_dim = getattr(plain, "head_dim", None) or plain.hidden_size // plain.num_attention_heads

@@ -11,7 +11,7 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    library, or ends the process. hfq validates a local folder first, and raises an error for unsupported
    arguments. Loads wait for each other, because upstream replaces class attributes while it builds a model
    (`init.no_tie_weights`). Two simultaneous loads would leave them replaced, and later models would not be
-   tied.
+   tied. `trust_remote_code` is False if the caller gives none, because upstream would ask the user.
 3. `modeling_utils._get_resolved_checkpoint_files`. The files of a model on the Hub are known only here,
    before the model is built. hfq validates them in the same way as a local folder.
 4. `PreTrainedModel.device`, only of offloaded models. Upstream returns the device of the first parameter. For
@@ -45,6 +45,7 @@ from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
+from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
@@ -198,6 +199,8 @@ def _guard(owner: type) -> None:
         chosen = _as_hfq(asked)
         if load_context().is_active or chosen is None:
             return load(pretrained_model_name_or_path)
+        if kwargs.get("trust_remote_code") is None:
+            kwargs["trust_remote_code"] = False
         if chosen.reader_ranks == "rank0" and is_zero3():
             with (
                 described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path,
@@ -235,7 +238,8 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     )
     whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.recipe is not None else checkpoint
     try:
-        with context, _one_load, filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory):
+        cache = filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory)
+        with context, _one_load, cache, refusing_custom_code(path):
             return load(path)
     except HfqError:
         raise

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfq.loading.argument_checks import open_local
 from hfq.loading.config import HfqConfig
+from hfq.loading.custom_code import refusing_custom_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -26,12 +27,14 @@ def pretrained_config(
     Args:
         model: Folder of the checkpoint, or its Hub id.
         config: Options of the load; None for the defaults.
-        kwargs: Arguments for `AutoConfig.from_pretrained`.
+        kwargs: Arguments for `AutoConfig.from_pretrained`. `trust_remote_code` is False by default.
     """
     from transformers import AutoConfig
 
     open_local(model, kwargs)
-    taken = AutoConfig.from_pretrained(model, **kwargs)
+    kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
+    with refusing_custom_code(model):
+        taken = AutoConfig.from_pretrained(model, **kwargs)
     source = getattr(taken, "quantization_config", None)
     taken.quantization_config = (config or HfqConfig())._with_source(source)._options()
     return taken
