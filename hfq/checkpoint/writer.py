@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,16 +116,15 @@ def _unwritable(
 
 
 def _replace(path: Path, parts: list[bytes | memoryview | CopiedBytes]) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with open(temporary, "xb") as stream:  # unlike a file of tempfile, with the permissions of the umask
             for part in parts:
                 for chunk in part.chunks() if isinstance(part, CopiedBytes) else (part,):
                     stream.write(chunk)
             stream.flush()
-            os.fchmod(stream.fileno(), 0o644)
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise

@@ -325,7 +325,7 @@ class ModelLoader(LoadState):
 
         See `saving.like_source`.
         """
-        return like_source(model, self.checkpoint, folder, is_main_process)
+        return like_source(model, self.checkpoint, folder, is_main_process, self.match.unused)
 
     def _moving(self) -> dict[str, QuantizedModule]:
         """Returns the quantized modules that are offloaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.configs.source_config import SIDE_FILES, is_declared
 from hfq.loading.matching.match import CheckpointMatch
+from hfq.loading.whole_save import least_nbytes, whole_save
 from hfq.modules.flat_buffer import map_tensor
 from hfq.modules.quantized_module import QuantizedModule
 
@@ -74,31 +75,50 @@ def stored_state(
 
 @contextlib.contextmanager
 def like_source(
-    model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True
+    model: Any,
+    checkpoint: Checkpoint,
+    folder: Any,
+    is_main_process: bool = True,
+    unused: Collection[str] = (),
 ) -> Iterator[bool]:
     """Prepares the folder and the config for a save that matches the source checkpoint.
 
-    Copies the side files. Keeps `quantization_config` out of config.json if the source had none there.
+    Copies the side files. Keeps `quantization_config` out of config.json if the source had none there. A save
+    that the disk has no space for leaves nothing new.
 
     Args:
         model: The model.
         checkpoint: The checkpoint that the model was loaded from.
         folder: Destination of the save.
         is_main_process: True if this process writes the files that all processes share.
+        unused: Names of stored tensors that the model does not have.
 
     Yields:
         True, since this process writes the model.
     """
+    if not is_main_process or os.path.isfile(folder):
+        with _declared_like(model, checkpoint):
+            yield True
+        return
     is_adapter = getattr(model, "_hf_peft_config_loaded", False)
-    if is_main_process and not is_adapter and not os.path.isfile(folder):
-        _copy_side_files(checkpoint, Path(folder))
+    names = () if is_adapter else checkpoint.tensors.keys() - set(unused)
+    nbytes = least_nbytes((checkpoint.tensors[name] for name in names), model.dtype.itemsize)
+    with whole_save(Path(folder), nbytes), _declared_like(model, checkpoint):
+        if not is_adapter:
+            _copy_side_files(checkpoint, Path(folder))
+        yield True
+
+
+@contextlib.contextmanager
+def _declared_like(model: Any, checkpoint: Checkpoint) -> Iterator[None]:
+    """Removes `quantization_config` from the model's config meanwhile, if the source has none."""
     named = getattr(model.config, "quantization_config", None)
     if named is None or is_declared(checkpoint):
-        yield True
+        yield
         return
     del model.config.quantization_config
     try:
-        yield True
+        yield
     finally:
         model.config.quantization_config = named
 

@@ -60,29 +60,33 @@ def change(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def commands(checkpoint, out):
+def run(verb, checkpoint, out, *options):
+    """Runs a verb for someone who answers yes to every question; returns the exit status and the text."""
     text = checkpoint / "held_out.txt"
     calibration = ["--dataset", text, "--num-calibration-samples", 1, "--max-seq-length", 32]
-    yield "quantize", checkpoint, out, "--group-size", 64, *calibration
-    yield "evaluate", checkpoint, "--text", text
-    yield "compare", checkpoint, checkpoint, "--text", text
+    arguments = {
+        "quantize": [checkpoint, out, "--group-size", 64, *calibration],
+        "evaluate": [checkpoint, "--text", text],
+        "compare": [checkpoint, checkpoint, "--text", text],
+    }[verb]
+    done = CliRunner().invoke(app, [verb, *map(str, arguments), *options], input="y\n" * 9)
+    return done.exit_code, f"{done.output}\n{done.exception}"
 
 
-def test_verbs_refuse_it(checkpoint, tmp_path):
-    for command in commands(checkpoint, tmp_path / "out"):
-        done = CliRunner().invoke(app, list(map(str, command)), input="y\n" * 9)
-        told = f"{done.output}\n{done.exception}"
-        assert done.exit_code != 0, command[0]
-        assert "requires custom code" in told
-        assert "--trust-remote-code" in told
+@pytest.mark.parametrize("verb", ["quantize", "evaluate", "compare"])
+def test_verbs_refuse_it(verb, checkpoint, tmp_path):
+    status, told = run(verb, checkpoint, tmp_path / "out")
+    assert status != 0
+    assert "requires custom code" in told
+    assert "--trust-remote-code" in told
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out").exists()
 
 
-def test_verbs_run_it_for_those_who_trust_it(checkpoint, tmp_path):
-    for command in commands(checkpoint, tmp_path / "out"):
-        done = CliRunner().invoke(app, [*map(str, command), "--trust-remote-code"])
-        assert done.exit_code == 0, (command[0], done.output, done.exception)
+@pytest.mark.parametrize("verb", ["quantize", "evaluate", "compare"])
+def test_verbs_run_it_for_those_who_trust_it(verb, checkpoint, tmp_path):
+    status, told = run(verb, checkpoint, tmp_path / "out", "--trust-remote-code")
+    assert status == 0, told
     assert (tmp_path / "ran").exists()
 
 

@@ -89,15 +89,15 @@ class QuantizingLoader(ModelLoader):
     def _saved(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
         with super().saved_like_source(model, folder, is_main_process) as is_written_here:
             yield is_written_here
-        is_whole = (
-            is_main_process
-            and not getattr(model, "_hf_peft_config_loaded", False)
-            and not Path(folder).is_file()
-        )
-        # older GPTQ readers look for quantize_config.json
-        if is_whole and isinstance(self.quantizing.format, Gptq):
-            text = json.dumps(self.quantizing.source, indent=2) + "\n"
-            Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
+            is_whole = (
+                is_main_process
+                and not getattr(model, "_hf_peft_config_loaded", False)
+                and not Path(folder).is_file()
+            )
+            # older GPTQ readers look for quantize_config.json
+            if is_whole and isinstance(self.quantizing.format, Gptq):
+                text = json.dumps(self.quantizing.source, indent=2) + "\n"
+                Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
 
     def _pack(self) -> dict[str, TemporaryFile]:
         """Quantizes every layer into the file of its device, one after another."""

@@ -1,0 +1,91 @@
+"""Saves that leave a whole checkpoint, or nothing new."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from hfq.errors import CheckpointError
+from hfq.formats.configs.source_config import SIDE_FILES
+from hfq.tensor_spec import TensorInfo
+
+__all__ = ["least_nbytes", "whole_save"]
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_OF_A_SAVE = re.compile(
+    r"(model|adapter_model)[\w.-]*\.safetensors(\.index\.json)?|(config|generation_config|adapter_config)\.json"
+)
+
+
+def least_nbytes(tensors: Iterable[TensorInfo], itemsize: int) -> int:
+    """Returns a lower bound on the bytes that a save of a model writes.
+
+    Args:
+        tensors: Stored tensors of the model.
+        itemsize: Bytes of an element of the model's dtype, to which floats may have been cast.
+    """
+    return sum(_least(info, itemsize) for info in tensors)
+
+
+def _least(info: TensorInfo, itemsize: int) -> int:
+    return min(info.nbytes, info.numel * itemsize) if info.dtype in _FLOATS else info.nbytes
+
+
+@contextlib.contextmanager
+def whole_save(folder: Path, nbytes: int) -> Iterator[None]:
+    """A context manager for a save, which checks the free space before anything is written.
+
+    If the disk fails nevertheless, files are removed that a save writes and that were not there before.
+
+    Args:
+        folder: Destination of the save, which need not exist.
+        nbytes: Bytes that the save will write at least.
+
+    Raises:
+        CheckpointError: The disk has too little space, or fails.
+    """
+    before = set(os.listdir(folder)) if folder.is_dir() else None
+    free = _free_nbytes(folder)
+    if free < nbytes:
+        raise _failed(folder, nbytes, f"{free:,} bytes", "Nothing was written.")
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in _DISK:
+            raise
+        _remove_new(folder, before)
+        found = f"{error}; {free:,} bytes were free"
+        raise _failed(folder, nbytes, found, "New files of this save were removed.") from error
+
+
+def _free_nbytes(folder: Path) -> int:
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _remove_new(folder: Path, before: set[str] | None) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            is_of_a_save = entry.name in SIDE_FILES or _OF_A_SAVE.fullmatch(entry.name)
+            if is_of_a_save and entry.name not in (before or ()) and entry.is_file(follow_symlinks=False):
+                os.unlink(entry)
+        if before is None:
+            folder.rmdir()  # fails if anything else is in it
+
+
+def _failed(folder: Path, nbytes: int, found: str, left: str) -> CheckpointError:
+    return CheckpointError(
+        f"The model cannot be saved. {left}",
+        file=folder,
+        expected=f"{nbytes:,} bytes of free space in a writable folder",
+        found=found,
+        fix="Free disk space, or choose another folder.",
+    )
