@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +15,7 @@ from hfq.checkpoint.header import Header, HeaderLimits, open_regular, read_heade
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["JSON_LIMIT", "Checkpoint", "parse_json", "weight_map_of"]
+__all__ = ["JSON_LIMIT", "Checkpoint", "check_inside", "parse_json", "weight_map_of"]
 
 JSON_LIMIT = 256 << 20
 """Most bytes of a JSON file."""
@@ -48,6 +48,8 @@ class Checkpoint:
     ) -> Checkpoint:
         """Opens the checkpoint in a folder: `model.safetensors`, or the shards of its index.
 
+        `transformers_weights` in config.json names another file or index, as in transformers.
+
         Args:
             root: The folder.
             variant: As in `from_pretrained`: `model.<variant>.safetensors`.
@@ -74,9 +76,8 @@ class Checkpoint:
                 found="a file",
                 fix=f"Pass its folder, {root.parent}.",
             )
-        infix = f".{variant}" if variant else ""
-        single, index = root / f"model{infix}.safetensors", root / f"model.safetensors.index{infix}.json"
-        if os.path.lexists(single):
+        single, index = _weights_files(root, variant)
+        if single is not None and os.path.lexists(single):
             return cls.from_files([single], root=root, limits=limits)
         if not os.path.lexists(index):
             raise _no_weights(root)
@@ -158,6 +159,23 @@ class Checkpoint:
         return {key: value for key, value in merged.items() if key not in disputed}
 
 
+def _weights_files(root: Path, variant: str | None) -> tuple[Path | None, Path]:
+    """Returns the paths where a single file of weights (None for never) and an index may be."""
+    infix = f".{variant}" if variant else ""
+    single, index = root / f"model{infix}.safetensors", root / f"model.safetensors.index{infix}.json"
+    config = root / "config.json"
+    if not os.path.lexists(config):
+        return single, index
+    _check_contained(root, config)
+    named = _read_json(config).get("transformers_weights")
+    if named is None:
+        return single, index
+    if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
+        raise _not_safetensors(config, named)
+    check_inside(config, [named])
+    return (None, root / named) if named.endswith(".json") else (root / named, index)
+
+
 def _no_weights(root: Path) -> CheckpointError:
     found = sorted(entry.name for entry in root.iterdir())[:12]
     pickles = [name for name in found if name.endswith(_DANGEROUS_SUFFIXES)]
@@ -228,19 +246,33 @@ def weight_map_of(value: dict, index: Path) -> dict[str, str]:
             found=repr(weight_map)[:80],
             fix="Download this file again.",
         )
+    check_inside(index, weight_map.values())
     for name in sorted(set(weight_map.values())):
+        if not name.endswith(".safetensors"):
+            raise _not_safetensors(index, name)
+    return weight_map
+
+
+def _not_safetensors(file: Path, name: object) -> CheckpointError:
+    return CheckpointError(
+        f"{file.name} names a file that is not safetensors.",
+        file=file,
+        found=repr(name),
+        expected="*.safetensors",
+        fix="Convert the checkpoint to safetensors. hfq never opens a pickle.",
+    )
+
+
+def check_inside(file: object, names: Iterable[str]) -> None:
+    """Checks that names in a file of a checkpoint lead to places inside the checkpoint's folder.
+
+    Raises:
+        CheckpointError: A name is an absolute path, or has `..` or a letter that no path requires.
+    """
+    for name in sorted(set(names)):
         path = PurePosixPath(name)
         if not name.isprintable() or "\\" in name or ":" in name or path.is_absolute() or ".." in path.parts:
-            raise _outside(index, name)
-        if not name.endswith(".safetensors"):
-            raise CheckpointError(
-                "The index names a file that is not safetensors.",
-                file=index,
-                found=repr(name),
-                expected="*.safetensors",
-                fix="Convert the checkpoint to safetensors. hfq never opens a pickle.",
-            )
-    return weight_map
+            raise _outside(file, name)
 
 
 def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index: Path) -> None:
@@ -263,7 +295,7 @@ def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index:
         )
 
 
-def _outside(file: Path, found: str) -> CheckpointError:
+def _outside(file: object, found: str) -> CheckpointError:
     return CheckpointError(
         "A file of the checkpoint is outside its folder.",
         file=file,

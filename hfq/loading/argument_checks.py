@@ -1,10 +1,9 @@
-"""Checks of arguments, local folders, and config sizes before transformers opens a file."""
+"""Checks of arguments and local folders before transformers opens a file."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch
 
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
-from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest, raise_first
+from hfq.errors import CheckpointError, PlacementError, SetupError, nearest, raise_first
 from hfq.loading.context import load_context
 from hfq.placement.device_map import AUTOMATIC, check_device
 
-__all__ = ["check_arguments", "check_sizes", "open_local"]
+__all__ = ["check_arguments", "open_local"]
 
 _UNSUPPORTED = {
     "gguf_file": "Load GGUF files without HfqConfig.",
@@ -24,33 +23,6 @@ _UNSUPPORTED = {
     "device_mesh": "Leave it out. transformers creates the mesh for tp_plan.",
     "ignore_mismatched_sizes": "Leave it out, and load with the config that was saved with the checkpoint.",
 }
-_NEEDED = ("hidden_size", "vocab_size", "d_model", "n_embd")
-_SIZES = (
-    *_NEEDED,
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "n_inner",
-    "d_ff",
-    "ffn_dim",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)
-_MAY_BE_ZERO = ("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts")
-_DEPTHS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_decoder_layers",
-    "depth",
-)
-_MOST_ELEMENTS = 1 << 50
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
@@ -159,55 +131,6 @@ def _check_index(checkpoint: Checkpoint) -> None:
             found=repr(index.get("metadata"))[:80],
             fix='Add "metadata": {} to the index, next to weight_map.',
         )
-
-
-def check_sizes(checkpoint: Checkpoint) -> None:
-    """Checks that the config's sizes fit the checkpoint, before a model of that size is built.
-
-    Raises:
-        FormatError: A size is not a positive integer, or is larger than the checkpoint in bits.
-    """
-    bits, count = 8 * checkpoint.nbytes, len(checkpoint.tensors)
-    for config in _nested(checkpoint.config):
-        for keys, bound in ((_SIZES, bits), (_DEPTHS, count)):
-            for key in keys:
-                if key in config and not _is_possible(key, config[key], bound):
-                    raise _impossible(checkpoint, key, config[key], f"a positive size of at most {bound}")
-        queries = ("num_attention_heads", "head_dim", "hidden_size")
-        sizes = [config.get(key) for key in queries]
-        if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _MOST_ELEMENTS:  # type: ignore[arg-type]
-            raise _impossible(checkpoint, " × ".join(queries), math.prod(sizes), "sizes that fit in memory")  # type: ignore[arg-type]
-
-
-def _nested(config: Mapping[str, Any], level: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Yields a config and the configs nested in it, for example of a vision tower."""
-    yield config
-    for key, value in config.items():
-        if isinstance(value, dict) and key != "quantization_config" and level < 4:
-            yield from _nested(value, level + 1)
-
-
-def _is_possible(key: str, value: object, bound: int) -> bool:
-    """Returns True if this checkpoint can have a model of this size.
-
-    Some sizes may be None, or a list with one size for each layer.
-    """
-    if value is None:
-        return key not in _NEEDED
-    if isinstance(value, list) and key not in _NEEDED:
-        return all(_is_possible(key, item, bound) for item in value)
-    least = 0 if key in (*_MAY_BE_ZERO, *_DEPTHS) else 1
-    return type(value) is int and least <= value <= bound
-
-
-def _impossible(checkpoint: Checkpoint, key: str, value: object, expected: str) -> FormatError:
-    return FormatError(
-        f"config.json has {key}={value!r}, which does not fit this checkpoint. Nothing was loaded.",
-        file=Path(checkpoint.root) / "config.json",
-        expected=expected,
-        found=repr(value),
-        fix="Download config.json of this model again.",
-    )
 
 
 def _looks_local(text: str) -> bool:

@@ -27,6 +27,7 @@ class LoadContext:
         key_mapping: The argument `key_mapping`.
         offload_folder: The argument `offload_folder`.
         stops_at_meta_model: True if the load ends before it reads weights, for `hfq plan`.
+        chooses_attention: True if the user passes `attn_implementation`.
         page_cache_reads: Threads that read the checkpoint into the page cache; None if there are none.
     """
 
@@ -35,6 +36,7 @@ class LoadContext:
     key_mapping: dict[str, str] | None = None
     offload_folder: str | os.PathLike | None = None
     stops_at_meta_model: bool = False
+    chooses_attention: bool = False
     page_cache_reads: PageCacheReads | None = None
 
 
@@ -65,9 +67,11 @@ def remember_checkpoint(checkpoint: Checkpoint) -> None:
 def opened_checkpoint(files: list[str]) -> Checkpoint:
     """Returns the checkpoint of these files.
 
-    Validates their headers unless the load has done so.
+    Validates their headers unless the load has done so. Files of a local folder must be inside it.
     """
     checkpoint = _current.get().checkpoint
-    if checkpoint is not None and set(checkpoint.headers) == set(files):
+    if checkpoint is None:
+        return Checkpoint.from_files(files)
+    if set(checkpoint.headers) == set(files):
         return checkpoint
-    return Checkpoint.from_files(files)
+    return Checkpoint.from_files(files, root=checkpoint.root)

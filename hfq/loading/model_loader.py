@@ -25,6 +25,7 @@ from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import gather_units, plan_map
 from hfq.loading.config import HfqConfig
+from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context
 from hfq.loading.mapped_tensors import MappedTensors
 from hfq.loading.matching.match import match_model
@@ -86,6 +87,7 @@ class ModelLoader(LoadState):
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
         self.match = match_model(model, self.checkpoint, source or {}, load_context().key_mapping)
+        check_buffers(model, self.checkpoint)
         if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
         self.quantized = replace_modules(model, self.match, self.config, self._dtypes)

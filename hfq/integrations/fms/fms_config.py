@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.formats.configs.source_config import source_config
-from hfq.loading.argument_checks import check_sizes, open_local
+from hfq.loading.argument_checks import open_local
+from hfq.loading.config_checks import check_sizes
 from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.matching.match import CheckpointMatch, match_model
 

@@ -13,7 +13,8 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    (`init.no_tie_weights`). Two simultaneous loads would leave them replaced, and later models would not be
    tied. `trust_remote_code` is False if the caller gives none, because upstream would ask the user.
 3. `modeling_utils._get_resolved_checkpoint_files`. The files of a model on the Hub are known only here,
-   before the model is built. hfq validates them in the same way as a local folder.
+   before the model is built. hfq validates them in the same way as a local folder. A shard's name must lead
+   to a place inside the folder.
 4. `PreTrainedModel.device`, only of offloaded models. Upstream returns the device of the first parameter. For
    a parameter on disk this is `meta`, and `inputs.to(model.device)` fails.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream does not let a quantizer choose the
@@ -26,6 +27,9 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    stored words, and skips weights on disk.
 8. `modeling_utils.accelerate_dispatch`, of models over several accelerators. accelerate's hooks would move
    quantized and offloaded tensors.
+9. `PreTrainedConfig._get_config_dict`. Upstream builds a config of any size, which may take all memory, and
+   before the files of a model on the Hub are known. config.json may also name another file to use instead.
+   hfq checks the JSON of each.
 """
 
 from __future__ import annotations
@@ -37,13 +41,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hfq.checkpoint.index import check_inside
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.scatter import described_folder
 from hfq.integrations.deepspeed.start_ranks import start_distributed
-from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
+from hfq.loading.argument_checks import check_arguments, open_local
 from hfq.loading.config import METHOD, HfqConfig
+from hfq.loading.config_checks import check_config, check_sizes
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
@@ -58,11 +64,13 @@ _one_load = threading.RLock()
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Applies patches 1, 3, and 5 to 8, and patch 2 for model classes."""
+    """Applies patches 1, 3, and 5 to 9, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         module.accelerate_dispatch = _dispatching(module.accelerate_dispatch)
+        reading = module.PreTrainedConfig._get_config_dict.__func__
+        module.PreTrainedConfig._get_config_dict = classmethod(_checking(reading))
         _guard(module.PreTrainedModel)
         module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
         for name, count in (("num_parameters", num_parameters), ("get_memory_footprint", memory_footprint)):
@@ -101,11 +109,17 @@ def _taking_over(original: Callable) -> Callable:
 def _validating(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_resolved_checkpoint_files(*args: Any, **kwargs: Any) -> Any:
+        if not load_context().is_active:
+            return original(*args, **kwargs)
+        named = kwargs.get("transformers_explicit_filename")
+        if named is not None:
+            check_inside("config.json", [str(named)])
         resolved = original(*args, **kwargs)
-        files = resolved[0]
-        if load_context().is_active and files and all(file.endswith(".safetensors") for file in files):
+        files, metadata = resolved
+        if files and all(file.endswith(".safetensors") for file in files):
+            check_inside("the index", (metadata or {}).get("weight_map", {}).values())
             checkpoint = opened_checkpoint(files)
-            check_sizes(checkpoint)
+            check_sizes(checkpoint, load_context().chooses_attention)
             remember_checkpoint(checkpoint)
         return resolved
 
@@ -120,6 +134,18 @@ def _dispatching(original: Callable) -> Callable:
             return original(model, hf_quantizer, *args, **kwargs)
 
     return accelerate_dispatch
+
+
+def _checking(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_config_dict(cls: type, path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(cls, path, *args, **kwargs)
+        context = load_context()
+        if context.is_active and found[0] is not None:
+            check_config(found[0], f"{path}/config.json", context.checkpoint, context.chooses_attention)
+        return found
+
+    return get_config_dict
 
 
 def _counting(original: Callable, count: Callable) -> Callable:
@@ -227,14 +253,16 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     if chosen.recipe is not None:
         check_quantize_on_load(chosen, asks_for_ranks(kwargs))
     checkpoint = open_local(path, kwargs)
+    chooses_attention = isinstance(kwargs.get("attn_implementation"), str)
     if checkpoint is not None:
-        check_sizes(checkpoint)
+        check_sizes(checkpoint, chooses_attention)
         source_config(checkpoint)
     context = within_load(
         is_active=True,
         checkpoint=checkpoint,
         key_mapping=kwargs.get("key_mapping"),
         offload_folder=kwargs.get("offload_folder"),
+        chooses_attention=chooses_attention,
     )
     whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.recipe is not None else checkpoint
     try:
