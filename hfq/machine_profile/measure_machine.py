@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from hfq.checkpoint.private_folder import user_cache
 from hfq.errors import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
@@ -101,7 +102,7 @@ def measure_machine(
 
 def default_folder() -> Path:
     """Returns the folder of files to measure with: `hfq/bench` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "bench"
+    return user_cache() / "bench"
 
 
 class MachineProbe:

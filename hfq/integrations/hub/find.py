@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -15,12 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfq.checkpoint.header import open_regular
 from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
+from hfq.checkpoint.private_folder import NotPrivateError, check_own, private_folder, user_cache
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.integrations.hub.fetch import SINGLE, RemoteModel
 
 __all__ = ["FoundCheckpoint", "find_checkpoint", "headers_cache", "is_hub_id"]
+
+logger = logging.getLogger("hfq")
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -88,7 +93,7 @@ def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Ite
 
 def headers_cache() -> Path:
     """Returns the folder of fetched headers."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "headers"
+    return user_cache() / "headers"
 
 
 def _snapshot(repo: str, revision: str | None) -> str | None:
@@ -137,10 +142,15 @@ def _archive(repo: str, commit: str) -> Path:
 def _kept(repo: str, commit: str) -> HeadersOnlyCheckpoint | None:
     """Returns the headers that an earlier plan fetched, or None.
 
-    A damaged or unreadable archive counts as missing, and is replaced.
+    A damaged or unreadable archive counts as missing, and is replaced. So does one that another user can
+    write.
     """
     try:
-        return HeadersOnlyCheckpoint.unpack(_archive(repo, commit).read_bytes())
+        private_folder(headers_cache())
+        archive = _archive(repo, commit)
+        with open_regular(archive) as stream:
+            check_own(os.fstat(stream.fileno()), archive)
+            return HeadersOnlyCheckpoint.unpack(stream.read())
     except (OSError, ValueError):
         return None
 
@@ -148,7 +158,7 @@ def _kept(repo: str, commit: str) -> HeadersOnlyCheckpoint | None:
 def _keep(headers_only: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
     archive = _archive(repo, commit)
     try:
-        archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(archive.parent)
         descriptor, temporary = tempfile.mkstemp(
             prefix=f".{archive.name}.", suffix=".tmp", dir=archive.parent
         )
@@ -161,6 +171,8 @@ def _keep(headers_only: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
+    except NotPrivateError as error:
+        logger.warning("hfq: fetched headers are not kept, since %s", error)
     except OSError as error:
         raise CheckpointError(
             "hfq cannot write the fetched headers to its cache. Nothing was left behind.",

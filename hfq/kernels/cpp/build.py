@@ -1,20 +1,28 @@
 """Compilation of kernels.cpp and int8.cpp on first use.
 
 Libraries are stored in the user's cache, keyed by source, headers, compiler, and flags. If many ranks start
-together, one compiles under a file lock, and the others wait. A complete library is renamed into the cache,
-next to its checksum. A truncated file is therefore built again and never loaded.
+together, one compiles under a file lock, and the others wait. A library that can be loaded is renamed into
+the cache, next to its checksum. A truncated file is therefore built again and never loaded.
+
+Only this user and root may be able to change the cache, since its libraries are run. A library is loaded from
+the descriptor whose owner, mode, and bytes were checked.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import functools
 import hashlib
 import importlib.util
 import io
+import logging
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,13 +31,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["BuildError", "CompilerNotFoundError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
+from hfq.checkpoint.private_folder import check_own, private_folder, user_cache
+
+__all__ = [
+    "BuildError",
+    "CompilerNotFoundError",
+    "FLAGS",
+    "SOURCE",
+    "build",
+    "cache_folder",
+    "find_compiler",
+    "load_built",
+]
 
 SOURCE = Path(__file__).parent / "src" / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
 _NAMES = ("c++", "g++", "clang++")
 SECONDS = 300.0
 """Seconds to wait for the compiler, or for another process that compiles."""
+
+logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
@@ -49,17 +70,48 @@ def build(source: Path | None = None) -> Path:
     Raises:
         BuildError: There is no compiler, it failed, or the cache cannot be used.
     """
-    source, compiler = source or SOURCE, find_compiler()
+    with _built(source or SOURCE) as (target, _):
+        return target
+
+
+def load_built(source: Path | None = None) -> ctypes.CDLL:
+    """Loads the compiled library, which is built unless it is in the cache.
+
+    Args:
+        source: The source file; None for kernels.cpp.
+
+    Raises:
+        BuildError: As `build`, or the library cannot be loaded.
+    """
+    with _built(source or SOURCE) as (target, library):
+        descriptor = os.dup(library.fileno())  # stays open: the linker knows a loaded library by its path
+    checked = f"/proc/self/fd/{descriptor}"
     try:
-        folder = cache_folder()
-        target = folder / f"{source.stem}-{_key(compiler, source)}.so"
-        if not _is_whole(target):
-            with _locked(target.with_suffix(".lock")):
-                if not _is_whole(target):
-                    _compile(compiler, source, target)
+        return ctypes.CDLL(checked if os.path.exists(checked) else str(target))
     except OSError as error:
-        raise BuildError(f"the cache cannot be used: {error}") from error
-    return target
+        os.close(descriptor)
+        raise BuildError(f"the built library cannot be loaded: {error}") from error
+
+
+@contextlib.contextmanager
+def _built(source: Path) -> Iterator[tuple[Path, io.BufferedReader]]:
+    """Yields the path of a library and the open file that was checked."""
+    compiler = find_compiler()
+    with contextlib.ExitStack() as opened:
+        try:
+            target = cache_folder() / f"{source.stem}-{_key(compiler, source)}.so"
+            library = _open_whole(target)
+            if library is None:
+                with _locked(target.with_suffix(".lock")):
+                    library = _open_whole(target)
+                    if library is None:
+                        _compile(compiler, source, target)
+                        library = _open_whole(target)
+        except OSError as error:
+            raise BuildError(f"the cache cannot be used: {error}") from error
+        if library is None:
+            raise BuildError(f"{target} changed while it was built")
+        yield target, opened.enter_context(library)
 
 
 def find_compiler() -> list[str]:
@@ -109,20 +161,28 @@ def _find_zig() -> str | None:
 def cache_folder() -> Path:
     """Returns `hfq/native` in the user's cache folder, and creates it.
 
-    Only the user may write to the folder, since its libraries are run.
-
-    Raises:
-        BuildError: Another user can write to the folder, or the user has no home directory.
+    If another user can change it, or if it cannot be used, the folder is a temporary one of this process, and
+    a warning says why.
     """
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without an entry in passwd, such as in containers, and no $HOME
-        raise BuildError("there is no home directory for a cache: set XDG_CACHE_HOME") from error
-    folder = caches / "hfq" / "native"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        raise BuildError(f"other users can write to {folder}")
+        folder = private_folder(user_cache() / "native")
+        if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+            raise OSError(f"the file system of {folder} does not run programs (noexec)")
+        return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: no $HOME, and no entry in passwd
+        return _temporary_folder(str(error))
+
+
+@functools.cache
+def _temporary_folder(reason: str) -> Path:
+    folder = private_folder(tempfile.mkdtemp(prefix="hfq-native-"))
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    logger.warning(
+        "hfq compiles its kernels in each process, since the cache cannot be used: %s. (Set XDG_CACHE_HOME "
+        "to a folder that only you can write to.)",
+        reason,
+    )
     return folder
 
 
@@ -143,16 +203,25 @@ def _key(compiler: Sequence[str], source: Path) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
-def _is_whole(target: Path) -> bool:
-    """Returns True if the library exists and matches its checksum."""
-    try:
-        return target.with_suffix(".sha256").read_text() == _checksum(target)
-    except (OSError, ValueError):
-        return False
+def _open_whole(target: Path) -> io.BufferedReader | None:
+    """Opens a library; None if another user can change it, or it misses its checksum."""
+    with contextlib.ExitStack() as undo:
+        try:
+            descriptor = os.open(target, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            library = undo.enter_context(os.fdopen(descriptor, "rb"))
+            status = os.fstat(descriptor)
+            check_own(status, target)
+            expected = target.with_suffix(".sha256").read_text(encoding="ascii")
+            if not stat.S_ISREG(status.st_mode) or _checksum(library) != expected:
+                return None
+        except (OSError, ValueError):
+            return None
+        undo.pop_all()
+    return library
 
 
-def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _checksum(file: io.BufferedReader) -> str:
+    return hashlib.sha256(file.read()).hexdigest()
 
 
 def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
@@ -171,9 +240,20 @@ def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
         if process.returncode:
             first = next((line for line in errors.splitlines() if "error" in line), "without a message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")
-        checksum.write_text(_checksum(made))
+        _check_loads(compiler, made)
+        made.chmod(0o700)
+        with made.open("rb") as library:
+            checksum.write_text(_checksum(library), encoding="ascii")
         os.replace(made, target)
         os.replace(checksum, target.with_suffix(".sha256"))
+
+
+def _check_loads(compiler: Sequence[str], made: Path) -> None:
+    """Raises an error if a compiler that reported success made no library."""
+    try:
+        ctypes.CDLL(str(made))
+    except OSError as error:
+        raise BuildError(f"{' '.join(compiler)} made a library that cannot be loaded: {error}") from error
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:

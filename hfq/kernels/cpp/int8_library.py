@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hfq.kernels.cpp.build import BuildError, build
+from hfq.kernels.cpp.build import BuildError, load_built
 from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpp.library import is_wanted
 from hfq.kernels.cpp.openmp_team import team
@@ -164,7 +164,7 @@ def _check(status: int) -> None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return _declared(ctypes.CDLL(str(build(SOURCE))))
+        return _declared(load_built(SOURCE))
     except (BuildError, OSError) as error:
         logger.warning("hfq multiplies int8 activations with plain torch, which is slower: %s.", error)
         return None

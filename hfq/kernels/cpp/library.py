@@ -17,10 +17,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from hfq.kernels.cpp.build import BuildError, build
+from hfq.kernels.cpp.build import BuildError, load_built
 from hfq.kernels.cpp.openmp_team import team
 
-__all__ = ["ABI", "SWITCH", "Engine", "library", "load", "reason_missing", "restore_defaults", "start", "use"]
+__all__ = [
+    "ABI",
+    "SWITCH",
+    "Engine",
+    "declare",
+    "library",
+    "load",
+    "reason_missing",
+    "restore_defaults",
+    "start",
+    "use",
+]
 
 SWITCH = "HFQ_DISABLE_CPP"
 """The environment variable that disables the C++ library if set to "1"."""
@@ -78,7 +89,7 @@ class _Choice:
             )
         if sys.byteorder != "little":
             raise BuildError("it supports little-endian machines only")
-        return load(build())
+        return declare(load_built())
 
 
 _choice = _Choice()
@@ -149,8 +160,20 @@ def load(path: Path) -> ctypes.CDLL:
         BuildError: The library cannot be loaded, or has another version of the interface.
     """
     try:
-        return _declared(ctypes.CDLL(str(path)))
-    except (OSError, AttributeError) as error:
+        return declare(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise BuildError(f"the built library cannot be loaded: {error}") from error
+
+
+def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """Declares the interface of a library compiled from kernels.cpp, and returns it.
+
+    Raises:
+        BuildError: The library has another version of the interface.
+    """
+    try:
+        return _declared(loaded)
+    except AttributeError as error:
         raise BuildError(f"the built library cannot be loaded: {error}") from error
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hfq.checkpoint.private_folder import user_cache
 from hfq.errors import SetupError
 from hfq.placement.estimate.pipeline import FREE, SideBySide
 
@@ -127,7 +127,7 @@ JESD79-4). A read through the page cache is a copy, which reads and writes.
 
 def profile_path() -> Path:
     """Returns the file of `hfq profile-machine`: `hfq/profile.json` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "profile.json"
+    return user_cache() / "profile.json"
 
 
 def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = None) -> Profile:
