@@ -1,8 +1,9 @@
 """One copy of a checkpoint's bytes in shared memory, for all processes of a node.
 
 The file is named after its user and its contents. It is filled under a temporary name and renamed when it is
-complete. So a file under its final name is complete, even if the process that filled it was killed. A lock
-(`flock`, which ends with its process) tells which processes use it:
+complete. So a file under its final name is complete, even if the process that filled it was killed. If
+another user has taken the name, which is predictable, the next of some names is used. A lock (`flock`, which
+ends with its process) tells which processes use it:
 
 - the process that fills it holds the exclusive lock on the temporary file; the others wait for it
 - every user holds the shared lock on the complete file; the last one to leave gets the exclusive lock, and
@@ -24,8 +25,6 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from hfq.errors import PlacementError
-
 try:
     import fcntl
 except ImportError:  # no POSIX system, hence no shared memory
@@ -36,6 +35,7 @@ __all__ = ["SharedMemory", "is_abandoned"]
 logger = logging.getLogger("hfq")
 
 _FOLDER = "/dev/shm"
+_MOST_NAMES = 8
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EOPNOTSUPP)
 
@@ -71,24 +71,20 @@ class SharedMemory:
             folder: The folder of the node's shared memory.
 
         Returns:
-            The shared memory; None, with a warning, if there is no room or no shared memory.
-
-        Raises:
-            PlacementError: A file of another user has this name.
+            The shared memory; None, with a warning, if there is no room, no shared memory, or no free name.
         """
         if fcntl is None or not os.path.isdir(folder):
             logger.warning(
                 "hfq: this system has no shared memory; each process keeps its own %d bytes", nbytes
             )
             return None
-        path = Path(folder, f"hfq-{os.getuid()}-{key}")
-        part = path.with_name(f"{path.name}.part")
         try:
-            _clean(path, part)
-            while True:
-                buffer = cls._join(path, nbytes) or cls._make(path, part, nbytes, fill)
-                if buffer is not None:
-                    return buffer
+            for number in range(_MOST_NAMES):
+                path = Path(folder, f"hfq-{os.getuid()}-{key}{f'-{number}' if number else ''}")
+                try:
+                    return cls._open_at(path, nbytes, fill)
+                except _Taken as error:
+                    logger.warning("hfq: shared memory cannot use the name %s: %s", path, error)
         except _NoRoom as error:
             status = os.statvfs(folder)
             logger.warning(
@@ -99,7 +95,16 @@ class SharedMemory:
                 status.f_bavail * status.f_frsize,
                 folder,
             )
-            return None
+        return None
+
+    @classmethod
+    def _open_at(cls, path: Path, nbytes: int, fill: Callable[[memoryview], None]) -> SharedMemory:
+        part = path.with_name(f"{path.name}.part")
+        _clean(path, part)
+        while True:
+            buffer = cls._join(path, nbytes) or cls._make(path, part, nbytes, fill)
+            if buffer is not None:
+                return buffer
 
     @classmethod
     def _join(cls, path: Path, nbytes: int) -> SharedMemory | None:
@@ -114,7 +119,7 @@ class SharedMemory:
             if not _is_at(descriptor, path):
                 return None
             if os.fstat(descriptor).st_size != nbytes:
-                raise _foreign(path, f"{os.fstat(descriptor).st_size} bytes", f"{nbytes} bytes")
+                raise _Taken(f"it has {os.fstat(descriptor).st_size} bytes instead of {nbytes}")
             buffer = cls(descriptor, path, nbytes, False)
             undo.pop_all()
         return buffer
@@ -151,6 +156,10 @@ class _NoRoom(Exception):
     pass
 
 
+class _Taken(Exception):
+    """Error for a file that is not a regular file of this user alone, or of another size."""
+
+
 def _fill(descriptor: int, nbytes: int, fill: Callable[[memoryview], None]) -> None:
     try:
         os.ftruncate(descriptor, 0)  # the rest of a killed process
@@ -169,31 +178,21 @@ def _open_own(path: Path, flags: int) -> int:
 
     Raises:
         FileNotFoundError: There is none.
-        PlacementError: It belongs to another user, or is not a regular file.
+        _Taken: It belongs to another user, or is not a regular file.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno in _FULL:
             raise _NoRoom(error.strerror) from error
-        raise _foreign(path, error.strerror) from error
+        raise _Taken(error.strerror) from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         os.close(descriptor)
-        raise _foreign(path, f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")
+        raise _Taken(f"it has mode {stat.filemode(status.st_mode)} and belongs to user {status.st_uid}")
     return descriptor
-
-
-def _foreign(path: Path, found: object, expected: object = None) -> PlacementError:
-    return PlacementError(
-        "The shared memory of this checkpoint cannot be used. Nothing was loaded.",
-        file=path,
-        found=found,
-        expected=expected or f"a regular file of user {os.getuid()}, mode -rw-------",
-        fix='Remove this file, or pass HfqConfig(cpu_memory="private").',
-    )
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -241,7 +240,7 @@ def is_abandoned(path: Path) -> bool:
         return False
     try:
         descriptor = _open_own(path, os.O_RDWR)
-    except (OSError, PlacementError):
+    except (OSError, _Taken):
         return False
     try:
         return _try_alone(descriptor)
@@ -254,7 +253,7 @@ def _clean(path: Path, part: Path) -> None:
     for stale in path.parent.glob(f"hfq-{os.getuid()}-*"):
         if stale in (path, part):
             continue
-        with contextlib.suppress(OSError, PlacementError):
+        with contextlib.suppress(OSError, _Taken):
             descriptor = _open_own(stale, os.O_RDWR)
             try:
                 if _try_alone(descriptor):

@@ -259,7 +259,7 @@ class _Filler:
             raise PlacementError(
                 "The weights do not fit in shared memory. Nothing was loaded.",
                 file="/dev/shm",
-                found="too little free space, or no shared memory",
+                found="too little free space, no shared memory, or no free name",
                 expected=f"{buffer.nbytes} free bytes",
                 fix='Free shared memory, or pass HfqConfig(cpu_memory="auto").',
             )
@@ -315,7 +315,10 @@ def _identity(plan: ReadPlan, buffer: ReadBuffer, reader: Reader) -> str:
     """Returns a digest of everything that the bytes of a buffer depend on."""
     requests = plan.requests[buffer.name]
     files = sorted({request.source.file for request in requests})
-    identities = [(os.path.realpath(file), *reader.identity(file)) for file in files]
+    identities = [
+        (os.path.realpath(file), *reader.identity(file), os.fstat(reader.descriptor(file)).st_ctime_ns)
+        for file in files
+    ]
     places = [
         (files.index(request.source.file), request.source.offset, request.targets) for request in requests
     ]

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from hfq import CheckpointError, PlacementError
+from hfq import CheckpointError
 from hfq.checkpoint.shared_memory import SharedMemory
 from tests.support import programs
 from tests.support.checkpoint_files import refused
@@ -233,7 +233,7 @@ def test_without_shared_memory_there_is_a_warning_and_no_arena(tmp_path, warning
 
 @pytest.mark.parametrize("name", [NAME, f"{NAME}.part"])
 @pytest.mark.parametrize("obstacle", ["open to others", "a link", "a folder", "another user's"])
-def test_what_is_not_ours_alone_is_refused(tmp_path, monkeypatch, name, obstacle):
+def test_a_name_that_is_not_ours_alone_is_not_used(tmp_path, warnings, name, obstacle):
     path = tmp_path / name
     if obstacle == "a link":
         (tmp_path / "target").write_bytes(b"\x05" * NBYTES)
@@ -247,16 +247,19 @@ def test_what_is_not_ours_alone_is_refused(tmp_path, monkeypatch, name, obstacle
         if os.getuid():
             pytest.skip("needs root")
         os.chown(path, 1, 1)
-    with refused("cannot be used. Nothing was loaded", kind=PlacementError, file=path):
-        SharedMemory.open("key", NBYTES, never, tmp_path)
+    first = SharedMemory.open("key", NBYTES, fives, tmp_path)
+    second = SharedMemory.open("key", NBYTES, never, tmp_path)
+    assert first.memory[0] == second.memory[0] == 5
+    assert f"cannot use the name {tmp_path / NAME}" in warnings.text
     assert path.is_symlink() or path.exists()
+    assert (tmp_path / f"{NAME}-1").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_of_another_size_is_refused(tmp_path):
+def test_a_file_of_another_size_is_not_used(tmp_path, warnings):
     arena = SharedMemory.open("key", NBYTES, fives, tmp_path)
-    with refused(f"{NBYTES + 1} bytes", kind=PlacementError, file=tmp_path / NAME):
-        SharedMemory.open("key", NBYTES + 1, never, tmp_path)
-    assert arena.memory[0] == 5
+    other = SharedMemory.open("key", NBYTES + 1, fives, tmp_path)
+    assert f"{NBYTES} bytes instead of {NBYTES + 1}" in warnings.text
+    assert (arena.memory[0], len(other.memory)) == (5, NBYTES + 1)
 
 
 def test_two_processes_hold_one_copy():
