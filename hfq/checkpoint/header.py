@@ -15,19 +15,18 @@ https://github.com/huggingface/safetensors#format):
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import stat
 import struct
 from dataclasses import dataclass
-from typing import BinaryIO, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
+from hfq.checkpoint.small_file import open_regular
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
-__all__ = ["Header", "HeaderLimits", "open_regular", "parse_header", "read_header", "read_raw"]
+__all__ = ["Header", "HeaderLimits", "parse_header", "read_header", "read_raw"]
 
 _MAX_ELEMENTS = 2**63 - 1
 
@@ -112,19 +111,6 @@ def parse_header(
     tensors = {name: _tensor(name, entry, file, data_start, limits) for name, entry in entries.items()}
     _check_coverage(tensors, file, data_start, identity[1])
     return Header(file, tensors, metadata, data_start, identity)
-
-
-def open_regular(file: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading.
-
-    Devices and pipes, which might never end, raise an error.
-
-    Raises:
-        OSError: The file cannot be opened, or is not a regular file.
-    """
-    if not stat.S_ISREG(os.stat(file).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file")
-    return open(file, "rb")
 
 
 def _damaged(

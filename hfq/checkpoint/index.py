@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from hfq.checkpoint.header import Header, HeaderLimits, open_regular, read_header
+from hfq.checkpoint.header import Header, HeaderLimits, read_header
+from hfq.checkpoint.small_file import read_small_file
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import TensorInfo
 
@@ -193,12 +194,8 @@ def _no_weights(root: Path) -> CheckpointError:
 
 def _read_json(path: Path) -> dict:
     try:
-        with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > JSON_LIMIT:
-                raise ValueError(f"{size} bytes is more than the limit of {JSON_LIMIT}")
-            return parse_json(stream.read(size), path)
-    except (OSError, ValueError) as error:
+        return parse_json(read_small_file(path, JSON_LIMIT), path)
+    except OSError as error:
         raise _unreadable_json(path, error) from None
 
 

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hfq.checkpoint.header import Header, open_regular
+from hfq.checkpoint.header import Header
 from hfq.checkpoint.index import _DANGEROUS_SUFFIXES, Checkpoint, _check_contained
 from hfq.checkpoint.reader import Reader
+from hfq.checkpoint.small_file import open_regular
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
 

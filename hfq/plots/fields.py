@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hfq.checkpoint.small_file import read_small_file
 from hfq.errors import SetupError
 
 __all__ = ["Fields", "read_json"]
@@ -18,17 +19,10 @@ def read_json(file: Path) -> Any:
     """Reads a JSON file.
 
     Raises:
-        SetupError: The file cannot be read, is larger than 512 MiB, or is not JSON.
+        SetupError: The file cannot be read, is not a regular file, is larger than 512 MiB, or is not JSON.
     """
     try:
-        if file.stat().st_size > _MOST_NBYTES:
-            raise _refusal(
-                "This file is too large to draw.",
-                file,
-                f"at most {_MOST_NBYTES:,} B",
-                f"{file.stat().st_size:,} B",
-            )
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_small_file(file, _MOST_NBYTES).decode("utf-8"))
     except OSError as error:
         raise _refusal("This file cannot be read.", file, "a JSON file", error.strerror or error) from error
     except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8

@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
         with pytest.raises(SetupError, match=said):
             read_section(file)
     monkeypatch.setattr(fields, "_MOST_NBYTES", 10)
-    with pytest.raises(SetupError, match="too large"):
+    with pytest.raises(SetupError, match="more than the limit"):
         read_section(write("large", {"a": "0123456789"}))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hfq.checkpoint.index import JSON_LIMIT
+from hfq.checkpoint.small_file import read_small_file, read_yaml
 from hfq.errors import HfqError, SetupError
 from hfq.integrations.deepspeed.zero_config import refused_options
 
@@ -53,13 +55,10 @@ def check_config(file: Path) -> list[HfqError]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
-            found = json.loads(text)
+            found = json.loads(read_small_file(file, JSON_LIMIT).decode("utf-8"))
         else:
-            import yaml
-
-            found = yaml.safe_load(text)
+            found = read_yaml(file)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise SetupError(

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfq.checkpoint.header import open_regular
 from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
+from hfq.checkpoint.index import JSON_LIMIT
 from hfq.checkpoint.private_folder import NotPrivateError, check_own, private_folder, user_cache
+from hfq.checkpoint.small_file import open_regular, read_small_file
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.integrations.hub.fetch import SINGLE, RemoteModel
@@ -114,9 +115,9 @@ def _is_whole(folder: Path) -> bool:
     try:
         return all(
             (folder / name).exists()
-            for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+            for name in json.loads(read_small_file(folder / INDEX, JSON_LIMIT))["weight_map"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return True  # the error appears when it is opened
 
 

@@ -5,12 +5,14 @@ Pure data.
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfq.checkpoint.small_file import read_yaml
 from hfq.errors import PlacementError, SetupError, nearest
 from hfq.placement.estimate.estimate import ModelSizes, Workload, estimate_placement
 from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
@@ -77,26 +79,27 @@ def read_catalog(file: str | Path) -> Catalog:
     """
     path = _FILE if str(file) == SHIPPED else Path(file)
     try:
-        import yaml
-
-        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+        stored = read_yaml(path)
     except (OSError, ImportError, ValueError) as error:
         raise _refused(path, f"{type(error).__name__}: {error}", "a YAML file") from error
-    except Exception as error:
-        raise _refused(
-            path, f"{type(error).__name__}: {str(error).splitlines()[0]}", "a YAML file"
-        ) from error
-    if not isinstance(stored, dict):
-        raise _refused(path, type(stored).__name__, "a mapping of date, gpus, and machines")
+    try:
+        return _catalog(path, stored)
+    except ValueError as error:  # an integer that is too long to print
+        raise _refused(path, f"{type(error).__name__}: {error}", "short numbers") from error
+
+
+def _catalog(path: Path, stored: Any) -> Catalog:
     _check_fields(path, "the catalog", stored, ("date", "gpus", "machines"))
-    for name, gpu in stored["gpus"].items():
+    gpus, entries = stored["gpus"], stored["machines"]
+    if not isinstance(gpus, dict) or not all(isinstance(name, str) for name in gpus):
+        raise _refused(path, f"gpus: {type(gpus).__name__}", "a mapping of names")
+    _check_list(path, "machines", entries)
+    for name, gpu in gpus.items():
         _check_fields(path, f"accelerator {name}", gpu, _GPU_FIELDS)
-    memories = {name: parse_size(gpu["memory"], f"memory of {name}") for name, gpu in stored["gpus"].items()}
-    machines = tuple(_machine(path, entry, stored["gpus"], memories) for entry in stored["machines"])
-    rates = {
-        name: _rate(path, name, "memory_rate", gpu["memory_rate"]) for name, gpu in stored["gpus"].items()
-    }
-    return Catalog(str(stored["date"]), machines, memories, rates)
+    memories = {name: _size(path, f"memory of {name}", gpu["memory"]) for name, gpu in gpus.items()}
+    machines = tuple(_machine(path, entry, gpus, memories) for entry in entries)
+    rates = {name: _rate(path, name, "memory_rate", gpu["memory_rate"]) for name, gpu in gpus.items()}
+    return Catalog(_text(path, "date", stored["date"]), machines, memories, rates)
 
 
 def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> list[dict]:
@@ -129,15 +132,20 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
 
 def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapping[str, int]) -> Machine:
     _check_fields(path, "a machine", entry, _MACHINE_FIELDS)
-    name, cost = str(entry["name"]), entry["cost"]
+    name, cost = _text(path, "name", entry["name"]), entry["cost"]
     if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 < cost < 1e9:
         raise _refused(path, f"cost: {cost!r}", f"a positive number as the cost of {name}")
     rates = {field: _rate(path, name, field, entry[field]) for field in ("memory_rate", "disk_rate")}
     link = None if entry["link_rate"] is None else _rate(path, name, "link_rate", entry["link_rate"])
-    used = parse_gpus([str(text) for text in entry["gpus"]], memories)
+    _check_list(path, f"gpus of {name}", entry["gpus"])
+    named = [_text(path, f"gpus of {name}", text) for text in entry["gpus"]]
+    try:
+        used = parse_gpus(named, memories)
+    except PlacementError as error:
+        raise _refused(path, f"gpus of {name}: {error.message}", str(error.expected)) from error
     memory, device = rates["memory_rate"], None
     if used:
-        first = str(entry["gpus"][0])
+        first = named[0]
         kind = next((known for known in gpus if first.casefold().startswith(known.casefold())), None)
         if kind is None:
             raise _refused(path, first, f"an accelerator of this file.{nearest(first, gpus)}")
@@ -148,19 +156,36 @@ def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapp
     )
     return Machine(
         name,
-        Hardware(used, parse_size(entry["cpu"], f"cpu of {name}")),
+        Hardware(used, _size(path, f"cpu of {name}", entry["cpu"])),
         profile,
         float(cost),
-        str(entry["source"]),
+        _text(path, "source", entry["source"]),
     )
 
 
 def _rate(path: Path, name: str, field: str, value: Any) -> float:
     """Returns the bytes per second of a rate such as `3350 GB`."""
+    return float(_size(path, f"{field} of {name}", value))
+
+
+def _size(path: Path, what: str, value: Any) -> int:
+    """Returns the bytes of a size such as `24GB`, of memory or per second."""
     try:
-        return float(parse_size(value, f"{field} of {name}"))
+        return parse_size(_text(path, what, value), what)
     except PlacementError as error:
-        raise _refused(path, f"{field}: {value!r}", f"bytes per second of {name}, such as 1008GB") from error
+        raise _refused(path, f"{what}: {str(value)!r}", "bytes with a unit, such as 1008GB") from error
+
+
+def _text(path: Path, what: str, value: Any) -> str:
+    """Returns a value that is text, a number, or a date as text."""
+    if not isinstance(value, (str, int, float, datetime.date)):
+        raise _refused(path, f"{what}: {type(value).__name__}", "text")
+    return str(value)
+
+
+def _check_list(path: Path, what: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise _refused(path, f"{what}: {type(value).__name__}", "a list")
 
 
 def _check_fields(path: Path, what: str, entry: Any, fields: tuple[str, ...]) -> None:

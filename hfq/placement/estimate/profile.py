@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hfq.checkpoint.private_folder import user_cache
+from hfq.checkpoint.small_file import read_small_file
 from hfq.errors import SetupError
 from hfq.placement.estimate.pipeline import FREE, SideBySide
 
 __all__ = ["PUBLISHED", "Profile", "Zero3Rates", "profile_path", "read_profile"]
 
 _VERSION = 2
+_MOST_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,9 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
     if path is None and not file.exists():
         return PUBLISHED
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(read_small_file(file, _MOST_NBYTES).decode("utf-8"))
         profile = _from_json(stored)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SetupError(
             "The machine profile cannot be used.",
             file=file,
