@@ -12,6 +12,7 @@ __all__ = [
     "PlacementError",
     "SetupError",
     "nearest",
+    "printable",
     "raise_first",
 ]
 
@@ -64,7 +65,7 @@ class HfqError(Exception):
         lines += [f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS]]
         if len(self.problems) > _MOST_PROBLEMS:
             lines.append(f"  - … and {len(self.problems) - _MOST_PROBLEMS} more")
-        return "\n".join(map(_printable, [*lines, f"Fix: {self.fix}"]))
+        return "\n".join(map(printable, [*lines, f"Fix: {self.fix}"]))
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.__dict__)
@@ -86,7 +87,7 @@ class SetupError(HfqError):
     """Error for an unusable option, package version, or environment."""
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Returns the line with control characters escaped.
 
     Text from a checkpoint must not send control sequences to a terminal.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hfq.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -29,8 +31,8 @@ class FittingTable:
         self._rows: list[tuple[str, ...]] = []
 
     def add_row(self, *cells: str) -> None:
-        """Adds a row with one cell per column."""
-        self._rows.append(cells)
+        """Adds a row with one cell per column, without control characters."""
+        self._rows.append(tuple(map(printable, cells)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
@@ -71,8 +73,8 @@ class FittingTable:
 
 def wide_console(least: int) -> Console:
     """Returns a console that is at least this wide unless a terminal or COLUMNS sets the width."""
-    from rich.console import Console
+    from hfq.cli.console import EscapingConsole
 
-    console = Console(markup=False, highlight=False)
+    console = EscapingConsole()
     is_set = console.is_terminal or "COLUMNS" in os.environ
-    return console if is_set else Console(width=max(console.width, least), markup=False, highlight=False)
+    return console if is_set else EscapingConsole(width=max(console.width, least))

@@ -67,8 +67,7 @@ def formats(
     ] = False,
 ) -> None:
     """Lists the formats that hfq reads, and those that it recognizes and does not support."""
-    from rich.console import Console
-
+    from hfq.cli.console import EscapingConsole
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
 
@@ -79,7 +78,7 @@ def formats(
     for name, cls in FORMATS.items():
         for variant in cls.variants:
             table.add_row(variant.name, name, variant.tensors, variant.writers)
-    console = Console(markup=False)
+    console = EscapingConsole()
     console.print(table)
     console.print(f"unsupported: {', '.join(REFUSED)}")
 

@@ -142,9 +142,9 @@ def _oddities(modules: dict[str, dict[str, TensorInfo]], formats: dict[str, Form
 
 
 def _print(report: dict) -> None:
-    from rich.console import Console
+    from hfq.cli.console import EscapingConsole
 
-    console = Console(markup=False, highlight=False)
+    console = EscapingConsole()
     console.print(f"{report['path']}  quant_method={report['quant_method']}")
     files = report["files"]
     console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")

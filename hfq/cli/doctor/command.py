@@ -150,6 +150,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _print(findings: list[Finding]) -> None:
+    from hfq.cli.console import escaped
+
     print("```")
     section = ""
     for finding in findings:
@@ -157,7 +159,7 @@ def _print(findings: list[Finding]) -> None:
             section = finding.section
             print(f"{section}:")
         mark = {"ok": " ", "note": " ", "warning": "!", "error": "X"}[finding.status]
-        print(f" {mark} {finding.text}")
+        print(escaped(f" {mark} {finding.text}"))
         if finding.fix:
-            print(f"     fix: {finding.fix}")
+            print(escaped(f"     fix: {finding.fix}"))
     print("```")

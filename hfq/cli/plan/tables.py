@@ -18,9 +18,9 @@ __all__ = ["print_report"]
 
 def print_report(report: dict) -> None:
     """Prints a report of `hfq.cli.plan.placement.make_report`."""
-    from rich.console import Console
+    from hfq.cli.console import EscapingConsole
 
-    console = Console(markup=False, highlight=False)
+    console = EscapingConsole()
     model, work = report["model"], report["workload"]
     console.print(
         f"{model['path']}: {model['class']} of {model['layers']} layers, "

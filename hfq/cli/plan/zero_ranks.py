@@ -143,11 +143,10 @@ def _report(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) 
 
 
 def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -> None:
-    from rich.console import Console
-
+    from hfq.cli.console import EscapingConsole
     from hfq.placement.zero.memory import DEVICES, OPTIMIZERS
 
-    console = Console(markup=False, highlight=False)
+    console = EscapingConsole()
     console.print(
         f"{len(states.quantized)} quantized modules of {as_size(sum(states.quantized))}, "
         f"{sum(states.frozen):,} other frozen parameters, "
