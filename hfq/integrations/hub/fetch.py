@@ -20,6 +20,7 @@ from hfq.checkpoint.index import JSON_LIMIT, parse_json, weight_map_of
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.formats.configs.source_config import SIDE_FILES
+from hfq.integrations.hub.deadline import within_deadline
 from hfq.integrations.hub.hub_errors import explain
 
 __all__ = ["RemoteModel"]
@@ -30,6 +31,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _THREADS = 8
 _TIMEOUT = 30.0
 _RETRIES = 3
+_SLOWEST = 256e3
+"""Bytes per second that a server must send."""
 _MOST_NBYTES = 1 << 30
 """Most bytes to fetch for one model; the headers of 500,000 tensors take about 60 MB."""
 
@@ -53,7 +56,10 @@ class RemoteModel:
         from huggingface_hub import HfApi
 
         try:
-            info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT)
+            info = within_deadline(
+                _deadline(0),
+                lambda: HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT),
+            )
         except Exception as error:  # the Hub, the network, and the parser raise many kinds
             raise explain(error, repo, revision) from error
         self.repo, self.commit = repo, str(info.sha)
@@ -170,24 +176,28 @@ class _RemoteFile:
         return self._get(self.size, {})
 
     def _get(self, nbytes: int, asked: Mapping[str, str]) -> bytes:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
-
         model = self.model
         model.take(self.name, nbytes)
-        url = hf_hub_url(model.repo, self.name, revision=model.commit)
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity", **asked}
         try:
-            with http_stream_backoff(
-                "GET", url, headers=headers, timeout=_TIMEOUT, max_retries=_RETRIES
-            ) as response:
-                hf_raise_for_status(response)
-                self._check(response, nbytes, is_part=bool(asked))
-                return self._body(response, nbytes)
+            return within_deadline(_deadline(nbytes), lambda: self._request(nbytes, asked))
         except CheckpointError:
             raise
         except Exception as error:  # of many kinds, as above
             raise explain(error, model.repo, model.commit, self.name) from error
+
+    def _request(self, nbytes: int, asked: Mapping[str, str]) -> bytes:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+        model = self.model
+        url = hf_hub_url(model.repo, self.name, revision=model.commit)
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity", **asked}
+        with http_stream_backoff(
+            "GET", url, headers=headers, timeout=_TIMEOUT, max_retries=_RETRIES
+        ) as response:
+            hf_raise_for_status(response)
+            self._check(response, nbytes, is_part=bool(asked))
+            return self._body(response, nbytes)
 
     def _check(self, response: Any, nbytes: int, is_part: bool) -> None:
         """Checks that a response has the requested bytes, from the same version of the file."""
@@ -238,6 +248,11 @@ class _RemoteFile:
                 fix="Check the network and its proxy, and try again.",
             )
         return bytes(data)
+
+
+def _deadline(nbytes: int) -> float:
+    """Returns the seconds that a request for some bytes may take, with its retries."""
+    return _TIMEOUT * (_RETRIES + 1) + nbytes / _SLOWEST
 
 
 def _in_threads(read: Callable[[str], tuple[bytes, int]], names: Iterable[str]) -> list[tuple[bytes, int]]:
