@@ -262,7 +262,7 @@ class ModelLoader(LoadState):
         )
         on_demand = [module for name, module in brought.items() if name in experts]
         for module in on_demand:
-            module.onload_device = self._execution_device_of(module.name)
+            module.onload_to(self._execution_device_of(module.name))
         if units or on_demand:
             self.offloader = Offloader(
                 units, self.reader, self.main, on_demand, self._offload_options(), self.model

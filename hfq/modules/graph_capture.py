@@ -1,4 +1,4 @@
-"""Limits of torch's graph capture: parts that stay out of a graph, and graphs that cannot be recorded.
+"""Limits of torch's graph capture: parts that stay out, and graphs that are not made.
 
 Kernels receive addresses, and offloaded weights are in memory for one call only. A recorded graph would keep
 both.

@@ -5,16 +5,16 @@ torch would compute made-up values from tensors on the meta device. Here such a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree
 
-from hfq.errors import PlacementError
+from hfq.errors import PlacementError, SetupError
 
-__all__ = ["OffloadedParameter", "check_stays"]
+__all__ = ["OffloadedParameter", "check_stays", "no_copy"]
 
 _COMPUTES = {
     F.linear,
@@ -66,6 +66,14 @@ _WITHOUT_VALUES = {
     torch.Tensor.new_tensor,
 }
 """Functions that read no values of a weight, and those that initialization applies to it."""
+_READS_STORAGE = {
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.item,
+}
 
 
 class OffloadedParameter(nn.Parameter):
@@ -95,6 +103,14 @@ class OffloadedParameter(nn.Parameter):
         """
         return self.onload_device or torch.device("meta")
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise no_copy(self.name)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        if self.onload_device is not None:
+            raise no_copy(self.name)
+        return super().__deepcopy__(memo)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MOVES and isinstance(args[0], cls) and args[0].onload_device is not None:
@@ -103,13 +119,19 @@ class OffloadedParameter(nn.Parameter):
 
 
 class OffloadedValues(torch.Tensor):
-    """A result of an `OffloadedParameter` on meta, such as a view.
+    """A result of an `OffloadedParameter` on meta, such as a view, or its entry in `state_dict`.
 
-    Computing with it is an error, too.
+    Computing with it is an error, too, and so is pickling it.
     """
 
     name: str = "A parameter"
     placed_by: str = ""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise no_copy(self.name)
+
+    def __deepcopy__(self, memo: dict) -> OffloadedValues:
+        return self  # it has no values that could change
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +146,8 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     away = next(leaf for leaf in tensors if isinstance(leaf, (OffloadedParameter, OffloadedValues)))
+    if func in _READS_STORAGE:
+        raise no_copy(away.name)
     is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in (
         "__set__",
         "__delete__",
@@ -165,6 +189,16 @@ def _not_here(func: Any, away: OffloadedParameter | OffloadedValues) -> Placemen
         fix=f'Call model.{module}(x), or add {{"{key}": "cpu"}} to device_map.'
         if module
         else "Call the module that owns the weight, or place it in memory by device_map.",
+    )
+
+
+def no_copy(name: str) -> SetupError:
+    """Returns the error of code that copies, pickles, or writes an offloaded part of a model."""
+    return SetupError(
+        "A model with offloaded parts cannot be copied, pickled, or written by other code.",
+        expected="a model without offloaded parts",
+        found=f"{name}, which is offloaded",
+        fix="Save the model by model.save_pretrained(folder). To have a second model, load it again.",
     )
 
 

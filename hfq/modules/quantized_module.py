@@ -122,6 +122,16 @@ class QuantizedModule(nn.Module):
         self._cache = None
         self._parameters[_FLAT] = parameter
 
+    def onload_to(self, device: torch.device) -> None:
+        """Sets the device to which the module is onloaded; parameters on meta report it."""
+        self.onload_device = device
+        for local, attribute in self._attributes.items():
+            parameter = self._parameters.get(attribute)
+            if parameter is not None and parameter.is_meta:
+                offloaded = OffloadedParameter(parameter.data, requires_grad=False)
+                offloaded.name, offloaded.onload_device = f"{self.name}.{local}", device
+                self._parameters[attribute] = offloaded
+
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Provides the tensors to compute with, in this thread only, until `offload`."""
         self._onloaded = threading.get_ident(), tensors
@@ -142,10 +152,12 @@ class QuantizedModule(nn.Module):
         loaned = self._onloaded
         if loaned is not None and loaned[0] == threading.get_ident():
             return loaned[1]
+        if self.fetch is not None and (self.is_offloaded or self.onload_device is not None):
+            return self.fetch()
         cache = self._cache
         found = None if cache is None else cache.find(self._parameters)
         tensors, is_meta = found or self._find_stored()
-        if self.fetch is not None and (self.is_offloaded or is_meta):
+        if is_meta and self.fetch is not None:
             return self.fetch()
         if is_meta:
             raise PlacementError(

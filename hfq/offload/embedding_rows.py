@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -10,7 +11,8 @@ from torch import nn
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.offload.guards import in_unit, no_copy
+from hfq.modules.offloaded_parameter import no_copy
+from hfq.offload.guards import in_unit
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.unit import OffloadUnit, UnquantizedParameter
 from hfq.tensor_spec import ByteRange
@@ -43,7 +45,7 @@ class EmbeddingTable:
         self._files, self._pool = files, pool
         self._row_nbytes = weight.info.nbytes // max(weight.info.shape[0], 1)
 
-    def __deepcopy__(self, memo: dict) -> EmbeddingTable:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise no_copy(f"{self.name}, whose rows are read from disk")
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -93,6 +95,9 @@ class _ReadsRowsOnDemand(nn.Embedding):
     """
 
     hfq_table: EmbeddingTable
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise no_copy(self.hfq_table.name)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.hfq_table.look_up(input)

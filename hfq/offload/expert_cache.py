@@ -6,12 +6,13 @@ import functools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
 from hfq.checkpoint.memory_limit import available_memory
+from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.guards import no_copy
 from hfq.offload.reader_threads import Pool, Ticket
 
 __all__ = ["ExpertCache", "cache_nbytes"]
@@ -45,7 +46,7 @@ class ExpertCache:
         self._nbytes: Counter[torch.device | None] = Counter()
         self.hits = self.misses = 0
 
-    def __deepcopy__(self, memo: dict) -> ExpertCache:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise no_copy("experts that are read when they are routed to")
 
     @property

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from hfq.errors import HfqError, PlacementError, SetupError
+from hfq.errors import HfqError, PlacementError
 from hfq.modules.graph_capture import check_not_captured, is_captured
 
-__all__ = ["check_inputs", "no_copy", "in_unit", "own_outputs", "send_to"]
+__all__ = ["check_inputs", "in_unit", "own_outputs", "send_to"]
 
 
 def check_inputs(name: str, inputs: Sequence[object]) -> None:
@@ -71,13 +71,3 @@ def in_unit(error: HfqError, name: str) -> HfqError:
         key: getattr(error, key) for key in ("fix", "file", "tensor", "rank", "expected", "found", "problems")
     }
     return type(error)(f"{name}: {error.message}", **fields)
-
-
-def no_copy(found: str) -> SetupError:
-    """Returns the error of a deep copy: an offloader is bound to the modules it was made for."""
-    return SetupError(
-        "A model with offloaded parts cannot be copied.",
-        expected="a model without offloaded parts",
-        found=found,
-        fix="Load the model a second time.",
-    )

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -22,12 +22,13 @@ from hfq.checkpoint import Reader
 from hfq.errors import HfqError
 from hfq.modules.flat_buffer import FlatBuffer, flat_layout, read_tensor
 from hfq.modules.graph_capture import uncompiled
+from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
 from hfq.offload.expert_cache import ExpertCache, cache_nbytes
-from hfq.offload.guards import check_inputs, in_unit, no_copy, own_outputs, send_to
+from hfq.offload.guards import check_inputs, in_unit, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
 from hfq.offload.prefetch_order import PrefetchOrder
@@ -120,8 +121,8 @@ class Offloader:
         self.pool = Pool(options.threads)
         used = {unit.device for unit in self.units}
         for module in on_demand:
-            module.onload_device = module.onload_device or self.device
-            used.add(module.onload_device)
+            module.onload_to(module.onload_device or self.device)
+            used.add(module.compute_device)
         self._copy_streams = {device: copy_stream_to(device) for device in used}
         self.buffers = {device: self._make_buffers(device) for device in {unit.device for unit in self.units}}
         self._bindings = [
@@ -143,7 +144,7 @@ class Offloader:
         self._record()
         self._wrap_all(units, on_demand, root)
 
-    def __deepcopy__(self, memo: dict) -> Offloader:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise no_copy(f"{len(self.units)} offloaded units")
 
     def close(self) -> None:
@@ -201,8 +202,6 @@ class Offloader:
                 self._wrap_owner(owner, weights, unit.device)
             for module in unit.quantized:
                 module.fetch = lambda module=module: self._read(module)
-            for module in unit.moved:
-                module.is_offloaded = True  # a backward pass fetches it, since the unit is offloaded by then
         for unit in units:
             unit.set_onload_device()
             if is_table(unit):

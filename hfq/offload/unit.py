@@ -91,7 +91,7 @@ class OffloadUnit:
     def set_onload_device(self) -> None:
         """Tells all parts the device to which they are onloaded."""
         for module in self.moved:
-            module.onload_device = self.device
+            module.onload_to(self.device)
         for weight in self.unquantized:
             weight.onload_to(f"{self.name}.{weight.local}", self.device)
 

@@ -75,7 +75,6 @@ def test_a_streamer_cannot_be_copied_since_its_blocks_would_stay_behind(build):
         copy.deepcopy(build().offloader)
 
 
-@pytest.mark.xfail(strict=True, reason="hfq bug: the forward of a copied block is still that of the original")
 def test_a_copy_of_one_block_is_refused_or_computes_with_its_own_modules(build):
     stack, seen = build(), []
     try:

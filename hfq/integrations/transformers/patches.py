@@ -57,6 +57,7 @@ from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import failing_together, is_zero3
 from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
+from hfq.modules.offloaded_parameter import OffloadedParameter
 
 __all__ = ["patch_auto_factory", "patch_modeling_utils"]
 
@@ -161,6 +162,7 @@ def _completing(original: Callable) -> Callable:
     def save_pretrained(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
         loading = getattr(getattr(self, "hf_quantizer", None), "loading", None)
         if loading is None or not hasattr(loading, "saved_like_source"):
+            _check_is_no_part(self, save_directory)
             return original(self, save_directory, *args, **kwargs)
         if kwargs.get("distributed_checkpoint"):
             raise SetupError(
@@ -176,6 +178,23 @@ def _completing(original: Callable) -> Callable:
             return original(self, save_directory, *args, **kwargs) if is_written_here else None
 
     return save_pretrained
+
+
+def _check_is_no_part(model: Any, folder: str | os.PathLike) -> None:
+    """Raises an error for an offloaded part of a model, before its config is written."""
+    found = next(
+        (name for name, tensor in model.named_parameters() if isinstance(tensor, OffloadedParameter)), None
+    )
+    if found is not None:
+        raise SetupError(
+            f"{type(model).__name__} is an offloaded part of a model and cannot be saved alone. Nothing was "
+            "saved.",
+            file=folder,
+            tensor=found,
+            expected="the whole model that from_pretrained returned",
+            found=f"{found}, which is offloaded",
+            fix="Call save_pretrained of the whole model, or load it without disk in device_map.",
+        )
 
 
 def _as_hfq(config: Any) -> HfqConfig | None:
