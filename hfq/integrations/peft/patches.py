@@ -6,7 +6,8 @@ Tested with peft 0.21.2.
 the same file moves adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model`
 runs before the first layer is replicated, and `_check_merge_allowed` before the first layer is merged. hfq
 supports neither. `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) finds the layers of "all-linear"
-by class. `PeftModel.save_pretrained` writes the empty tensors of ZeRO-3 ranks.
+by class. VeRA and others import its name and call it before the injection (tuners/vera/model.py).
+`PeftModel.save_pretrained` writes the empty tensors of ZeRO-3 ranks.
 `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, including
 scales, unless it knows the quantization method.
 """
@@ -14,6 +15,7 @@ scales, unless it knows the quantization method.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +32,12 @@ def patch_peft(module: Any) -> None:
     model = module.tuners.lora.model.LoraModel
     if hasattr(tuners._maybe_include_all_linear_layers, "__wrapped__"):
         return
-    including = lora.including(tuners._maybe_include_all_linear_layers)
-    for owner in (tuners, getattr(module.utils, "transformers_weight_conversion", tuners)):
-        owner._maybe_include_all_linear_layers = including
+    original = tuners._maybe_include_all_linear_layers
+    including = lora.including(original)
+    imported = [owner for name, owner in sys.modules.items() if name.startswith("peft.")]
+    for owner in imported:
+        if vars(owner).get("_maybe_include_all_linear_layers") is original:
+            owner._maybe_include_all_linear_layers = including  # type: ignore[attr-defined]
     model._create_new_module = staticmethod(lora.dispatching(model._create_new_module))
     model._replace_module = lora.keeping_devices(model._replace_module)
     model._prepare_model = lora.refuse_replication(model._prepare_model)
