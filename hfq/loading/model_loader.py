@@ -27,6 +27,7 @@ from hfq.loading.automatic_map import gather_units, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context
+from hfq.loading.dequantize import dequantize_model
 from hfq.loading.mapped_tensors import MappedTensors
 from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
@@ -319,6 +320,15 @@ class ModelLoader(LoadState):
             model, self.match, self.quantized, self.checkpoint, self.reader, self._conversions
         )
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
+
+    def dequantize(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Replaces quantized modules by unquantized ones, for `model.dequantize()`.
+
+        Raises:
+            SetupError: The model has offloaded weights or quantized modules that cannot be replaced.
+        """
+        dequantize_model(model, dtype)
+        self.model._weight_conversions = self._conversions
 
     def saved_like_source(
         self, model: nn.Module, folder: Any, is_main_process: bool

@@ -112,6 +112,11 @@ class HfqQuantizer(HfQuantizer):
             self.loading.finish()
         return model
 
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Replaces quantized modules by unquantized ones, for `model.dequantize()`."""
+        self.loading.dequantize(model, dtype or model.dtype)  # type: ignore[union-attr]
+        return model
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict | None, dict]:
         """Returns the tensors and the file metadata to save.
 

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
 from hfq.loading.config import HfqConfig
+from hfq.loading.dequantize import no_dequantization
 from hfq.loading.model_loader import ModelLoader
 from hfq.loading.ranks import attempt, exchange, meet, no_copy, raise_together
 from hfq.loading.read_weights import ReadReport
@@ -66,6 +67,14 @@ class SlicedLoader(ModelLoader):
     def __deepcopy__(self, memo: dict) -> SlicedLoader:
         # transformers' hooks call the original layers
         raise no_copy(f"{len(self.slices)} layers cut for {self.world} ranks")
+
+    def dequantize(self, model: nn.Module, dtype: torch.dtype) -> NoReturn:
+        """Raises an error, since each rank holds slices of the layers.
+
+        Raises:
+            SetupError: Always.
+        """
+        raise no_dequantization(next(iter(self.slices), "a model of several ranks"))
 
     @property
     def held_nbytes(self) -> int:
