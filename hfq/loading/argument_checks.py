@@ -21,7 +21,6 @@ _UNSUPPORTED = {
     "gguf_file": "Load GGUF files without HfqConfig.",
     "state_dict": "Pass the folder of the checkpoint instead.",
     "device_mesh": "Leave it out. transformers creates the mesh for tp_plan.",
-    "ignore_mismatched_sizes": "Leave it out, and load with the config that was saved with the checkpoint.",
 }
 
 

@@ -25,6 +25,8 @@ class LoadContext:
         is_active: True while hfq is responsible for a load.
         checkpoint: Checkpoint with validated headers; None until transformers has found its files.
         key_mapping: The argument `key_mapping`.
+        ignores_sizes: The argument `ignore_mismatched_sizes`.
+        experts_implementation: The argument `experts_implementation`.
         offload_folder: The argument `offload_folder`.
         stops_at_meta_model: True if the load ends before it reads weights, for `hfq plan`.
         chooses_attention: True if the user passes `attn_implementation`.
@@ -34,6 +36,8 @@ class LoadContext:
     is_active: bool = False
     checkpoint: Checkpoint | None = None
     key_mapping: dict[str, str] | None = None
+    ignores_sizes: bool = False
+    experts_implementation: Any = None
     offload_folder: str | os.PathLike | None = None
     stops_at_meta_model: bool = False
     chooses_attention: bool = False

@@ -37,6 +37,8 @@ from hfq.loading.reported_device import report_device
 from hfq.loading.saving import like_source, stored_state
 from hfq.loading.state import LoadState
 from hfq.loading.validation import (
+    check_experts_implementation,
+    check_initialized,
     check_merged,
     check_not_converted,
     check_one_device,
@@ -87,7 +89,11 @@ class ModelLoader(LoadState):
         self.config = config._with_source(source)
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
-        self.match = match_model(model, self.checkpoint, source or {}, load_context().key_mapping)
+        context = load_context()
+        self.match = match_model(
+            model, self.checkpoint, source or {}, context.key_mapping, context.ignores_sizes
+        )
+        check_experts_implementation(context.experts_implementation, self.match)
         check_buffers(model, self.checkpoint)
         if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
@@ -129,6 +135,7 @@ class ModelLoader(LoadState):
         check_one_device(self.quantized, self.devices)
         offloaded = {name for name in names if self._is_offloaded(name)}
         check_merged(self.match, offloaded)
+        check_initialized(self.match, self.devices)
         for name in offloaded:
             self._prepare(name)
         self._hidden |= offloaded

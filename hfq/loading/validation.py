@@ -17,6 +17,8 @@ from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = [
     "check_bias",
+    "check_experts_implementation",
+    "check_initialized",
     "check_merged",
     "check_not_converted",
     "check_one_device",
@@ -109,6 +111,33 @@ def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
                 found=", ".join(match.merged[name][:4]),
                 fix="Map the module of this parameter to the execution device.",
             )
+
+
+def check_initialized(match: CheckpointMatch, devices: Mapping[str, str]) -> None:
+    """Checks that no parameter is on disk whose stored tensor has another shape."""
+    for name, info in sorted(match.resized.items()):
+        if devices[name] == "disk":
+            raise PlacementError(
+                "ignore_mismatched_sizes initializes a parameter that device_map puts on disk. Nothing was "
+                "loaded.",
+                tensor=name,
+                expected="a device with memory",
+                found=f"disk, and a stored tensor {info}",
+                fix=f'Add {{"{name.rpartition(".")[0]}": "cpu"}} to device_map.',
+            )
+
+
+def check_experts_implementation(asked: object, match: CheckpointMatch) -> None:
+    """Checks that no implementation is chosen for experts that are quantized."""
+    if asked not in (None, "eager") and match.experts:
+        raise SetupError(
+            "from_pretrained(experts_implementation=…) has no effect on quantized experts. Nothing was "
+            "loaded.",
+            tensor=next(iter(match.experts)),
+            expected='"eager", or no experts_implementation',
+            found=repr(asked)[:80],
+            fix="Leave experts_implementation out.",
+        )
 
 
 def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:

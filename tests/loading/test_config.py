@@ -83,7 +83,7 @@ def test_a_module_that_is_stored_packed_cannot_be_left_unconverted():
     load(modules_to_not_convert=["lm_head"])
 
 
-@pytest.mark.parametrize("argument", ["gguf_file", "tp_plan", "ignore_mismatched_sizes"])
+@pytest.mark.parametrize("argument", ["gguf_file", "tp_plan", "state_dict"])
 def test_an_argument_that_would_be_ignored_is_refused(argument):
     with pytest.raises(SetupError, match=rf"from_pretrained\({argument}=…\).*Nothing was loaded"):
         AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(), **{argument: "x"})

@@ -280,6 +280,8 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         is_active=True,
         checkpoint=checkpoint,
         key_mapping=kwargs.get("key_mapping"),
+        ignores_sizes=bool(kwargs.get("ignore_mismatched_sizes")),
+        experts_implementation=kwargs.get("experts_implementation"),
         offload_folder=kwargs.get("offload_folder"),
         chooses_attention=chooses_attention,
     )

@@ -49,6 +49,7 @@ class CheckpointMatch:
         merged: Unquantized parameters that transformers merges from several stored tensors, with their names.
         experts: Fused experts that the checkpoint stores separately.
         halved: Linear layers that the checkpoint stores as two layers.
+        resized: Stored tensors of parameters that are initialized anew, since their shapes differ.
         unused: Stored tensors that match no parameter.
         kept: Unused tensors that a save writes back, such as the scales of a quantized KV cache.
         problems: Mismatches, one line each.
@@ -59,6 +60,7 @@ class CheckpointMatch:
     merged: dict[str, list[str]] = field(default_factory=dict)
     experts: dict[str, FusedExperts] = field(default_factory=dict)
     halved: set[str] = field(default_factory=set)
+    resized: dict[str, TensorInfo] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -82,7 +84,11 @@ class CheckpointMatch:
 
 
 def match_model(
-    model: PreTrainedModel, checkpoint: Checkpoint, source: Mapping, key_mapping: dict[str, str] | None = None
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    source: Mapping,
+    key_mapping: dict[str, str] | None = None,
+    ignores_sizes: bool = False,
 ) -> CheckpointMatch:
     """Pairs every stored tensor with a parameter of the model.
 
@@ -91,6 +97,8 @@ def match_model(
         checkpoint: The validated checkpoint.
         source: Its `quantization_config`.
         key_mapping: Renamings of the user, {pattern of a stored name: replacement}; None for no renaming.
+        ignores_sizes: True if transformers initializes unquantized parameters whose stored tensor has another
+            shape.
 
     Raises:
         FormatError: Lists every tensor that is missing, unexpected, or has a wrong dtype or shape.
@@ -103,7 +111,7 @@ def match_model(
     except UnquantizedError:
         # an unquantized model is placed and offloaded in the same way
         formats = {}
-    matcher = _Matcher(model, names, formats, halves_experts(hints))
+    matcher = _Matcher(model, names, formats, halves_experts(hints), ignores_sizes)
     for module, tensors in modules.items():
         matcher.add(module, tensors)
     match = matcher.match
@@ -139,11 +147,16 @@ class _Matcher:
     """Matches stored modules one by one."""
 
     def __init__(
-        self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool
+        self,
+        model: PreTrainedModel,
+        names: Names,
+        formats: Mapping[str, Format],
+        has_halves: bool,
+        ignores_sizes: bool = False,
     ) -> None:
         self.match = CheckpointMatch()
         self._names = names
-        self._formats = formats
+        self._formats, self._ignores_sizes = formats, ignores_sizes
         self._submodules, self.parameters = dict(model.named_modules()), dict(model.state_dict())
         self._experts = find_experts(self._submodules)
         if has_halves:
@@ -307,6 +320,10 @@ class _Matcher:
                 if names.is_within(name, self._submodules) and not names.is_ignored(info.name):
                     match.problems.append(f"{info.name}: unexpected.{match.hint(name, self.parameters)}")
                 continue
+            is_resized = not merged and tuple(place.shape) != info.shape
+            if is_resized and self._ignores_sizes and info.dtype in _FLOAT_DTYPES:
+                match.resized[name] = info
+                continue
             if name in match.unquantized and not merged:
                 match.problems.append(
                     f"{info.name}: stored a second time, in addition to {match.unquantized[name].name}"
@@ -321,7 +338,7 @@ class _Matcher:
                 )
             elif not is_float and DTYPE_BITS[info.dtype] != place.element_size() * 8:
                 match.problems.append(f"{info.name}: expected {place.dtype}, found {info}")
-            elif not merged and tuple(place.shape) != info.shape:
+            elif is_resized:
                 match.problems.append(f"{info.name}: expected {list(place.shape)}, found {info}")
 
 
@@ -349,14 +366,15 @@ def _find_missing(
     groups = [
         {source, *(name for name, other in ties.items() if other == source)} for source in set(ties.values())
     ]
-    tied = {name for group in groups if group & match.unquantized.keys() for name in group}
+    known = match.unquantized.keys() | match.resized.keys()
+    tied = {name for group in groups if group & known for name in group}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     prefix = f"{model.base_model_prefix}."
     is_other_class = type(model).__name__ not in (architectures or ())
     is_new_head = is_other_class and any(name.startswith(prefix) for name in parameters)
     stored_parts = {name.partition(".")[0] for name in (*match.unquantized, *match.quantized)}
     for name, place in parameters.items():
-        if match.holds(name) or name in tied:
+        if match.holds(name) or name in known or name in tied:
             continue
         if any(pattern.search(name) for pattern in ignored):
             continue

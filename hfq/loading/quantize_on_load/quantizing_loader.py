@@ -68,7 +68,11 @@ class QuantizingLoader(ModelLoader):
                 fix="Leave quantize_weights out to load it, or pass the original float checkpoint.",
             )
         self.quantizing = plan_virtual_checkpoint(
-            self.model, open_files(files), config, load_context().key_mapping
+            self.model,
+            open_files(files),
+            config,
+            load_context().key_mapping,
+            load_context().ignores_sizes,
         )
         return self.quantizing.checkpoint, self.quantizing.source
 

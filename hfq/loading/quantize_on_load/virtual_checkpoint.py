@@ -78,7 +78,11 @@ class VirtualCheckpoint:
 
 
 def plan_virtual_checkpoint(
-    model: PreTrainedModel, floats: Checkpoint, config: HfqConfig, key_mapping: dict[str, str] | None = None
+    model: PreTrainedModel,
+    floats: Checkpoint,
+    config: HfqConfig,
+    key_mapping: dict[str, str] | None = None,
+    ignores_sizes: bool = False,
 ) -> VirtualCheckpoint:
     """Chooses the layers to quantize as `hfq.quantize` does, without reading weights.
 
@@ -87,13 +91,14 @@ def plan_virtual_checkpoint(
         floats: The float checkpoint.
         config: Config of the user, with the recipe.
         key_mapping: Same as for `match_model`.
+        ignores_sizes: Same as for `match_model`.
 
     Raises:
         SetupError: The decoder layers of the model are unknown, or no layer is left to quantize.
         FormatError: The checkpoint is quantized or does not match, or a layer cannot be quantized.
     """
     check_floats(floats, "Nothing was loaded")
-    recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping)
+    recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping, ignores_sizes)
     layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
     if not layers:
         raise SetupError(

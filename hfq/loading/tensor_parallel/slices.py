@@ -103,6 +103,14 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     Raises:
         SetupError: Names the argument.
     """
+    if kwargs.get("ignore_mismatched_sizes") and (asks_for_ranks(kwargs) or is_zero3()):
+        raise SetupError(
+            "from_pretrained(ignore_mismatched_sizes=True) does not support several ranks. Nothing was "
+            "loaded.",
+            expected="one process, without ZeRO-3 and tp_plan",
+            found="ignore_mismatched_sizes",
+            fix="Load and save the model in one process first, then load the saved model.",
+        )
     if not asks_for_ranks(kwargs):
         return
     asked = next(name for name in _ARGUMENTS if kwargs.get(name) is not None)
