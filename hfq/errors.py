@@ -11,12 +11,24 @@ __all__ = [
     "HfqError",
     "PlacementError",
     "SetupError",
+    "error_of_limit",
     "nearest",
     "printable",
     "raise_first",
 ]
 
 _MOST_PROBLEMS = 20
+_FREE_MEMORY = (
+    "Free memory, or put more of the model on disk. If a size in config.json is wrong, restore the file."
+)
+_LIMITS = {
+    "Too many open files": "Close files, or raise the limit of open files with ulimit -n.",
+    "can't start new thread": "End other processes, or raise their limit with ulimit -u.",
+    "MemoryError": _FREE_MEMORY,
+    "allocate memory": _FREE_MEMORY,
+    "out of memory": _FREE_MEMORY,
+}
+"""The fix for each limit of a machine, by the text of its error in Python, safetensors, or torch."""
 
 
 class HfqError(Exception):
@@ -106,6 +118,30 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the sentence ` Did you mean 'x'?` for a mistyped name, or "" if no name is close."""
     close = difflib.get_close_matches(str(name), list(names), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def error_of_limit(error: BaseException, file: object = None) -> SetupError | None:
+    """Returns the error for a used-up limit of the machine, or None if another cause failed.
+
+    Such limits are open files, threads, and memory.
+
+    Args:
+        error: The error that was caught.
+        file: The file or checkpoint that it concerns.
+    """
+    causes, cause = "", error
+    while cause is not None:
+        causes += f"{type(cause).__name__}: {cause}\n"
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    for limit, fix in _LIMITS.items():
+        if limit in causes:
+            return SetupError(
+                "A limit of this machine or process was reached.",
+                file=file,
+                found=f"{type(error).__name__}: {error}",
+                fix=fix,
+            )
+    return None
 
 
 def raise_first(errors: Iterable[HfqError]) -> None:

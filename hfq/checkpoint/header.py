@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from hfq.checkpoint.small_file import open_regular
-from hfq.errors import CheckpointError
+from hfq.errors import CheckpointError, error_of_limit
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["Header", "HeaderLimits", "parse_header", "read_header", "read_raw"]
@@ -83,7 +83,7 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
             raw = read_raw(stream, file, status.st_size, limits)
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
-        raise CheckpointError(
+        raise error_of_limit(error, file) or CheckpointError(
             "A checkpoint file cannot be read.", file=file, found=found, fix="Check the path."
         ) from error
     return parse_header(raw, file, (status.st_ino, status.st_size, status.st_mtime_ns), limits)
@@ -225,8 +225,16 @@ def _tensor(name: str, entry: object, file: str, data_start: int, limits: Header
             file, "a tensor has unacceptable data_offsets", "[begin, end]", repr(offsets)[:80], name
         )
     numel, nbytes = math.prod(shape), offsets[1] - offsets[0]
+    if numel * DTYPE_BITS[dtype] % 8:
+        raise _damaged(
+            file,
+            "a tensor does not end at a whole byte",
+            f"a multiple of {8 // DTYPE_BITS[dtype]} elements",
+            f"{numel} elements of {dtype} {shape}",
+            name,
+        )
     if math.prod(filter(None, shape)) > _MAX_ELEMENTS or numel * DTYPE_BITS[dtype] != nbytes * 8:
-        expected = f"{-(-numel * DTYPE_BITS[dtype] // 8)} bytes for {dtype} {shape}"
+        expected = f"{numel * DTYPE_BITS[dtype] // 8} bytes for {dtype} {shape}"
         raise _damaged(
             file, "a tensor's bytes do not match its dtype and shape", expected, f"{nbytes} bytes", name
         )

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from hfq.checkpoint.header import Header, HeaderLimits, read_header
 from hfq.checkpoint.small_file import read_small_file
-from hfq.errors import CheckpointError
+from hfq.errors import CheckpointError, error_of_limit
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["JSON_LIMIT", "Checkpoint", "check_inside", "parse_json", "weight_map_of"]
+__all__ = ["HUB_ID", "JSON_LIMIT", "Checkpoint", "check_inside", "parse_json", "weight_map_of"]
 
 JSON_LIMIT = 256 << 20
 """Most bytes of a JSON file."""
 
 _DANGEROUS_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""The form `organization/model`."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,15 @@ class Checkpoint:
         """
         root = Path(root)
         if not os.path.lexists(root):
+            fix = "Check the path. A model on the Hub is named `organization/model`."
+            if HUB_ID.fullmatch(str(root)):
+                fix = f"Check the path. A model on the Hub: hf download {root} --local-dir {root}"
             raise CheckpointError(
                 "There is no checkpoint at this path.",
                 file=root,
                 expected="a folder with config.json and *.safetensors",
                 found="nothing",
-                fix="Check the path. A model on the Hub is named `organization/model`.",
+                fix=fix,
             )
         if not root.is_dir():
             raise CheckpointError(
@@ -196,7 +203,7 @@ def _read_json(path: Path) -> dict:
     try:
         return parse_json(read_small_file(path, JSON_LIMIT), path)
     except OSError as error:
-        raise _unreadable_json(path, error) from None
+        raise error_of_limit(error, path) or _unreadable_json(path, error) from None
 
 
 def parse_json(raw: bytes, path: Path) -> dict:

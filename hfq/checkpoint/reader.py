@@ -12,7 +12,7 @@ from typing import NoReturn
 from hfq.checkpoint.header import Header
 from hfq.checkpoint.headers_only import check_has_weights
 from hfq.checkpoint.index import Checkpoint
-from hfq.errors import CheckpointError, SetupError
+from hfq.errors import CheckpointError, SetupError, error_of_limit
 from hfq.tensor_spec import ByteRange, ByteRuns
 
 __all__ = ["Counters", "Reader", "changed", "unreadable"]
@@ -208,7 +208,7 @@ class Reader:
         try:
             return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(
+            raise error_of_limit(error, file) or CheckpointError(
                 "A checkpoint file cannot be opened any more.",
                 file=file,
                 found=error.strerror,

@@ -25,6 +25,7 @@ from hfq.cli.bench.bench_command import bench
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
 from hfq.cli.plan import command as plan
+from hfq.cli.typed_options import as_typed
 from hfq.errors import HfqError
 from hfq.version import __version__
 
@@ -44,6 +45,7 @@ class Verb:
         help: One line of help.
         example: A command line that ends the help page.
         resume: What to do after an interruption, in one sentence.
+        synonyms: Names that other tools give the verb; hfq suggests the verb for them.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Verb:
     help: str
     example: str
     resume: str = "Run the same command again."
+    synonyms: tuple[str, ...] = ()
 
 
 VERBS = (
@@ -59,12 +62,14 @@ VERBS = (
         inspect.inspect,
         "Show formats, bits per weight, and size of a checkpoint.",
         "hfq inspect Qwen/Qwen3-8B-AWQ",
+        synonyms=("info", "show"),
     ),
     Verb(
         "plan",
         plan.plan,
         "Predict memory use and speed before loading a model.",
         "hfq plan Qwen/Qwen3-8B-AWQ --gpu 8GiB --cpu 16GiB",
+        synonyms=("estimate", "predict"),
     ),
     Verb("formats", formats.formats, "List supported and unsupported formats.", "hfq formats"),
     Verb(
@@ -72,6 +77,7 @@ VERBS = (
         doctor.doctor,
         "Check this machine, a checkpoint, or a launcher config for problems.",
         "hfq doctor Qwen3-8B-AWQ --config deepspeed.json",
+        synonyms=("check",),
     ),
     Verb(
         "profile-machine",
@@ -79,6 +85,7 @@ VERBS = (
         "Measure this machine so that `plan` can predict speed.",
         "hfq profile-machine --folder /mnt/nvme",
         "Run the same command again; no profile was written.",
+        synonyms=("calibrate",),
     ),
     Verb(
         "bench",
@@ -106,24 +113,28 @@ VERBS = (
         "Write one aligned shard per decoder layer for faster offloading.",
         "hfq reshard Qwen3-8B-AWQ Qwen3-8B-AWQ-aligned",
         "Run the same command again; OUT was not created.",
+        synonyms=("pack",),
     ),
     Verb(
         "evaluate",
         evaluate.evaluate,
         "Measure perplexity and divergence from a reference.",
         "hfq evaluate Qwen3-8B-GPTQ Qwen3-8B-AWQ --reference Qwen/Qwen3-8B --text held_out.txt",
+        synonyms=("perplexity",),
     ),
     Verb(
         "compare",
         compare.compare,
         "Check whether two checkpoints or placements are the same model.",
         "hfq compare Qwen3-8B-GPTQ Qwen3-8B-GPTQ-v2",
+        synonyms=("diff", "verify"),
     ),
     Verb(
         "plot",
         plot.plot,
         "Draw charts from JSON results.",
         "hfq plot plan.json evaluation.json --html --output-dir charts",
+        synonyms=("draw", "report"),
     ),
     Verb("demo", demo.demo, "Run a model that does not fit in memory.", "hfq demo"),
 )
@@ -133,14 +144,32 @@ VERBS = (
 class _Group(TyperGroup):
     """The group of all verbs; an interruption ends it with one line and its own exit status."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns the verb of a command line, or suggests one for a name of another tool."""
+        verb = next((verb.name for verb in VERBS if args[0] in verb.synonyms), None)
+        if verb is not None:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {verb!r}?")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Runs the verb of a command line."""
         try:
             return super().invoke(ctx)
+        except HfqError as error:
+            raise as_typed(error, self._options(ctx)) from error
         except KeyboardInterrupt:
             resume = {verb.name: verb.resume for verb in VERBS}.get(ctx.invoked_subcommand or "", Verb.resume)
             print(f"Interrupted. {resume}", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+
+    def _options(self, ctx: Any) -> dict[str, str]:
+        """Returns {name in Python: the option} of the verb that runs."""
+        parameters = self.commands[ctx.invoked_subcommand].params
+        return {
+            parameter.name: next(option for option in parameter.opts if option.startswith("--"))
+            for parameter in parameters
+            if parameter.param_type_name == "option" and parameter.name
+        }
 
 
 app = typer.Typer(

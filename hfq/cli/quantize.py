@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,6 @@ from hfq.cli.model_argument import Model, Out, Revision, TrustRemoteCode, model_
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
-    from hfq.recipes.recipe import Recipe
 
 __all__ = ["quantize"]
 
@@ -99,6 +97,7 @@ def quantize(
     from transformers.utils import logging
 
     from hfq.quantization.driver import quantize as run
+    from hfq.recipes.recipe import Recipe
 
     options: dict[str, Any] = {
         "method": method,
@@ -115,7 +114,7 @@ def quantize(
     with _bar() as show:
         report = run(
             model_folder(model, revision),
-            _recipe(options),
+            Recipe.of(options),
             out,
             dataset=dataset,
             num_calibration_samples=num_calibration_samples,
@@ -125,38 +124,6 @@ def quantize(
             trust_remote_code=trust_remote_code,
         )
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
-
-
-def _recipe(options: dict[str, Any]) -> Recipe:
-    """Returns the recipe of the options.
-
-    Raises:
-        SetupError: An option or its value is not valid; the error names options as typed.
-    """
-    from hfq.errors import SetupError
-    from hfq.recipes.recipe import Recipe
-
-    try:
-        return Recipe.of(options)
-    except SetupError as error:
-        raise SetupError(
-            _as_typed(error.message, options),
-            expected=None if error.expected is None else _as_typed(str(error.expected), options),
-            found=None if error.found is None else _as_typed(str(error.found), options),
-            fix=_as_typed(error.fix, options),
-        ) from error
-
-
-def _as_typed(text: str, options: dict[str, Any]) -> str:
-    """Replaces the Python form of options, such as `bits=5`, by the form of the command line."""
-    for name in options:
-        option = f"--{name.replace('_', '-')}"
-        text = re.sub(rf"\b{name}=True\b", option, text)
-        text = re.sub(rf"\b{name}=False\b", option.replace("--", "--no-"), text)
-        text = re.sub(rf"\b{name}=(['\"]?)([\w.-]*\w)\1", rf"{option} \2", text)
-        if "_" in name:
-            text = re.sub(rf"\b{name}\b", option, text)
-    return text
 
 
 @contextmanager

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-__all__ = ["check_dtype", "parse_device_map"]
+from hfq.errors import HfqError
+
+__all__ = ["as_typed", "check_dtype", "parse_device_map"]
 
 
 def parse_device_map(text: str, option: str = "--device-map") -> Any:
@@ -30,9 +35,48 @@ def check_dtype(dtype: str) -> str:
     names = ("auto", *DTYPES)
     if dtype not in names:
         raise SetupError(
-            f"--dtype {dtype} is not valid.{nearest(dtype, names)}",
+            f"--dtype {dtype} is not valid.{nearest(dtype.replace('fp', 'float'), names)}",
             expected=", ".join(names),
             found=dtype,
             fix="Pass --dtype auto, or another of these.",
         )
     return dtype
+
+
+def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
+    """Returns an error that names a verb's options as typed, such as `--bits 5` for `bits=5`.
+
+    Texts about the checkpoint's config stay as they are: the config has keys of the same names.
+
+    Args:
+        error: An error with the names of Python's arguments.
+        options: {name of the argument: the option}.
+    """
+
+    def typed(text: Any) -> Any:
+        if not isinstance(text, str) or "config.json" in text or "quantization_config" in text:
+            return text
+        for name, option in options.items():
+            text = re.sub(rf"\b{name}=\{{([^}}]*)\}}", partial(_sizes, option), text)
+            text = re.sub(rf"\b{name}=True\b", option, text)
+            text = re.sub(rf"\b{name}=False\b", option.replace("--", "--no-"), text)
+            text = re.sub(rf"\b{name}=(['\"]?)([\w.-]*\w)\1", rf"{option} \2", text)
+            text = re.sub(rf"`{name}`" if "_" not in name else rf"`?\b{name}\b`?", option, text)
+        return text
+
+    return type(error)(
+        typed(error.message),
+        fix=typed(error.fix),
+        file=error.file,
+        tensor=error.tensor,
+        rank=error.rank,
+        expected=typed(error.expected),
+        found=typed(error.found),
+        problems=error.problems,
+    )
+
+
+def _sizes(option: str, found: re.Match[str]) -> str:
+    """Returns an option and the items of a dict with bytes by device, such as `cpu=123B,0=456B`."""
+    sizes = re.findall(r"[\"']?(\w+)[\"']?: ([0-9]+)", found[1])
+    return f"{option} {','.join(f'{device}={nbytes}B' for device, nbytes in sizes)}"

@@ -21,14 +21,18 @@ _UNSUPPORTED = {
     "gguf_file": "Load GGUF files without HfqConfig.",
     "state_dict": "Pass the folder of the checkpoint instead.",
     "device_mesh": "Leave it out. transformers creates the mesh for tp_plan.",
+    "load_in_4bit": "Leave it out. HfqConfig(quantize_weights=METHOD) quantizes on load.",
+    "load_in_8bit": "Leave it out. HfqConfig(quantize_weights=METHOD) quantizes on load.",
 }
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """Checks the arguments of `from_pretrained`, `device_map` among them.
 
     Raises:
-        SetupError: An argument is unsupported, or `max_memory` is set without an automatic device map.
+        SetupError: An argument is unsupported, `dtype` or `max_memory` is not valid, or `max_memory` is set
+            without an automatic device map.
         PlacementError: `device_map` names no device.
     """
     raise_first(
@@ -41,14 +45,19 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
         for name, fix in _UNSUPPORTED.items()
         if kwargs.get(name) not in (None, False)
     )
+    for name in ("dtype", "torch_dtype"):
+        _check_dtype(name, kwargs.get(name))
     device_map = kwargs.get("device_map")
-    if kwargs.get("max_memory") is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):
-        raise SetupError(
-            "from_pretrained(max_memory=…) requires an automatic device_map. Nothing was loaded.",
-            expected=f"device_map={AUTOMATIC[0]!r}",
-            found=f"device_map={device_map!r}"[:80],
-            fix="Pass device_map='auto', or leave max_memory out.",
-        )
+    is_automatic = isinstance(device_map, str) and device_map in AUTOMATIC
+    if kwargs.get("max_memory") is not None:
+        if not is_automatic:
+            raise SetupError(
+                "from_pretrained(max_memory=…) requires an automatic device_map. Nothing was loaded.",
+                expected=f"device_map={AUTOMATIC[0]!r}",
+                found=f"device_map={device_map!r}"[:80],
+                fix="Pass device_map='auto', or leave max_memory out.",
+            )
+        _check_max_memory(kwargs["max_memory"])
     if device_map is not None and (
         isinstance(device_map, bool) or not isinstance(device_map, (str, int, dict, torch.device))
     ):
@@ -58,15 +67,55 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
             expected='"auto", a device, or a dict',
             fix='Pass "auto", or a dict such as {"": "cpu"}.',
         )
-    if isinstance(device_map, str) and device_map not in AUTOMATIC:
+    if isinstance(device_map, str) and not is_automatic:
         check_device(device_map)
-        if device_map == "disk":
-            raise PlacementError(
-                "device_map='disk' is not valid. transformers accepts 'disk' only in a dict. Nothing was "
-                "loaded.",
-                found="'disk'",
-                expected="a dict",
-                fix='Pass {"": "disk"}.',
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    """Checks that a name of a dtype is one of torch; transformers checks everything else."""
+    if (
+        isinstance(value, str)
+        and value != "auto"
+        and not isinstance(getattr(torch, value, None), torch.dtype)
+    ):
+        raise SetupError(
+            f"from_pretrained({name}={value!r}) names no dtype of torch."
+            f"{nearest(value.replace('fp', 'float'), _DTYPES)} Nothing was loaded.",
+            found=repr(value),
+            expected=f"{', '.join(map(repr, _DTYPES))}, or a torch.dtype",
+            fix=f"Pass {name}='auto', or another of these.",
+        )
+
+
+def _check_max_memory(max_memory: Any) -> None:
+    """Checks that keys are devices and values are sizes, as accelerate accepts them."""
+    from accelerate.utils import convert_file_size_to_int
+
+    if not isinstance(max_memory, Mapping):
+        raise SetupError(
+            "from_pretrained(max_memory=…) is not a dict. Nothing was loaded.",
+            found=repr(max_memory)[:80],
+            expected='a dict such as {0: "8GiB", "cpu": "16GiB"}',
+            fix="Pass a dict with a size for each device.",
+        )
+    for key, limit in max_memory.items():
+        if isinstance(key, bool) or not (isinstance(key, int) or key in ("cpu", "disk", "mps")):
+            raise SetupError(
+                f"max_memory has the key {key!r}, which is not a device. Nothing was loaded.",
+                found=repr(key),
+                expected='the number of an accelerator, "cpu", or "disk"',
+                fix='Use keys such as 0 for the first accelerator, "cpu", or "disk".',
+            )
+        try:
+            is_size = convert_file_size_to_int(limit if isinstance(limit, str) else int(limit)) >= 0
+        except (TypeError, ValueError, OverflowError):
+            is_size = False
+        if not is_size:
+            raise SetupError(
+                f"max_memory[{key!r}] is not a size. Nothing was loaded.",
+                found=repr(limit),
+                expected="bytes as an integer, or a text with a number and a unit",
+                fix='Pass bytes as an integer, such as 700000, or a size with a unit, such as "24GiB".',
             )
 
 

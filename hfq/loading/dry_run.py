@@ -140,12 +140,15 @@ def measure_sizes(loading: ModelLoader) -> tuple[ModelSizes, int]:
     model = loading.model
     layers, uncounted = kv_layers(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    routed = routed_share(model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    routed = routed_share(config)
     units = tuple(loading.gather_units())
     sizes = activation_sizes(model)
     weights = count_products(model, dtype, routed)
     calls = count_calls(model, dtype, routed)
-    return ModelSizes(units, tuple(layers), sizes, weights, routed, dtype, sizes.layers, calls), uncounted
+    positions = getattr(config, "max_position_embeddings", None)
+    found = ModelSizes(units, tuple(layers), sizes, weights, routed, dtype, sizes.layers, calls, positions)
+    return found, uncounted
 
 
 def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, tuple[int, int]]:

@@ -85,11 +85,10 @@ def check_not_converted(names: list[str] | None, match: CheckpointMatch, model: 
             if any(module == i or module.startswith(f"{i}.") for i in inside)
         ]
         if not inside or quantized:
-            what = (
-                "is stored quantized" if quantized else f"matches nothing in the model.{nearest(name, known)}"
-            )
+            what = "is stored quantized" if quantized else "matches nothing in the model"
+            hint = "" if quantized else nearest(name, known)
             raise SetupError(
-                f"modules_to_not_convert names {name!r}, which {what}. Nothing was loaded.",
+                f"modules_to_not_convert names {name!r}, which {what}.{hint} Nothing was loaded.",
                 found=", ".join(quantized[:5]) or name,
                 expected="modules that the checkpoint stores unquantized",
                 fix="Remove it from modules_to_not_convert.",

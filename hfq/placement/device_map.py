@@ -72,10 +72,26 @@ def resolve_devices(
         raise PlacementError(
             "device_map does not cover all tensors of the model. Nothing was loaded.",
             expected="a device for every tensor",
-            problems=uncovered,
+            problems=_largest_modules(uncovered, (name for name in resolved if resolved[name] is not None)),
             fix='Add these modules, or add a default: {"": "cpu"}.',
         )
     return {name: device for name, device in resolved.items() if device is not None}
+
+
+def _largest_modules(uncovered: Iterable[str], covered: Iterable[str]) -> list[str]:
+    """Returns the largest modules, or tensors, that hold the uncovered tensors alone."""
+    partly = {parent for name in covered for parent in _ancestors(name)}
+    return list(
+        dict.fromkeys(
+            next(part for part in [*_ancestors(name), name] if part not in partly) for name in uncovered
+        )
+    )
+
+
+def _ancestors(name: str) -> list[str]:
+    """Returns the dotted names above a name, the shortest first, without the root."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def check_device(value: Any, key: str = "") -> str:
@@ -236,11 +252,6 @@ def leaf_map(
         if not any(parent in result for parent in _ancestors(name)):
             result[name] = device
     return {name: int(device.partition(":")[2] or 0) for name, device in result.items()}
-
-
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _device(name: str, devices: Mapping[str, str]) -> str | None:

@@ -315,7 +315,7 @@ def _calibration(
         what = f"method={recipe.method!r}" if recipe.measures else "distill_steps"
         raise SetupError(
             f"{what} requires calibration data.",
-            expected="a text file, texts, or token ids in dataset",
+            expected="a text file, texts, or token ids in `dataset`",
             found="None",
             fix="Pass text that resembles the model's inputs, or use method='rtn' without distill_steps.",
         )

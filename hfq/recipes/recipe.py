@@ -95,10 +95,10 @@ class Recipe:
         for name in self._given():
             if name not in taken:
                 raise SetupError(
-                    f"method={self.method!r} has no {name}. Nothing was done.",
+                    f"method={self.method!r} has no `{name}`. Nothing was done.",
                     expected=", ".join(taken) or "no further options",
                     found=f"{name}={getattr(self, name)!r}",
-                    fix=f"Remove {name}, or choose another method.",
+                    fix=f"Remove `{name}`, or choose another method.",
                 )
         for name, default in {**_DEFAULTS, "sym": self.method != "awq"}.items():
             if getattr(self, name) is None:
@@ -314,5 +314,5 @@ def _unusable(option: str, found: object, expected: str, hint: str = "") -> Setu
         f"{option}={found!r} is not supported.{hint}",
         expected=expected,
         found=repr(found),
-        fix=f"Choose a supported value for {option}: {expected}.",
+        fix=f"Choose a supported value for `{option}`: {expected}.",
     )

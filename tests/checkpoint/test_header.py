@@ -201,7 +201,7 @@ def test_check_5_a_name_is_printable_and_no_path(tmp_path, name):
         (entry(shape=(5,)), "4 bytes"),
         (entry(shape=()), "4 bytes"),
         (entry("F32", (4,)), "4 bytes"),
-        (entry("F4", (9,)), "4 bytes"),
+        (entry("F4", (10,)), "4 bytes"),
         (entry("F16", (2,), (1, 4)), "3 bytes"),
         (entry(shape=(0,)), "4 bytes"),
         (entry(shape=(2**62, 2**62)), "4 bytes"),

@@ -117,12 +117,20 @@ def test_all_unknown_keys_are_listed():
     assert [re.match(r"'(\w+)'", problem)[1] for problem in caught.value.problems] == ["x1", "x2"]
 
 
-@pytest.mark.parametrize("device_map", [{}, {"lm_head": "cpu"}, {"model.layers": "cpu", "lm_head": "disk"}])
-def test_a_part_that_is_left_out_is_refused_by_name(device_map):
+@pytest.mark.parametrize(
+    ("device_map", "left_out"),
+    [
+        ({}, ("model", "lm_head")),
+        ({"lm_head": "cpu"}, ("model",)),
+        ({"model.layers": "cpu", "lm_head": "disk"}, ("model.embed",)),
+        ({"model": "cpu"}, ("lm_head",)),
+        ({"model.embed": "cpu", "lm_head": "cpu", LAYERS[0]: "disk"}, tuple(LAYERS[1:])),
+    ],
+)
+def test_a_part_that_is_left_out_is_refused_by_its_largest_module(device_map, left_out):
     with pytest.raises(PlacementError, match="does not cover all tensors") as caught:
         devices(device_map)
-    assert "model.embed.weight" in caught.value.problems
-    assert ("lm_head.weight" in caught.value.problems) is (not device_map)
+    assert caught.value.problems == left_out
 
 
 @pytest.mark.parametrize("value", ["cpu", torch.device("cpu")])

@@ -48,10 +48,10 @@ def made(folder, change=lambda tensors: None):
         ({"method": "gptq", "static_groups": True}, "static_groups"),
         ({"nbits": 4}, "no option 'nbits'"),
         ({"method": "gptq", "sim": True}, "no option 'sim'. Did you mean 'sym'"),
-        ({"method": "fp8", "bits": 4}, "method='fp8' has no bits"),
-        ({"method": "rtn", "desc_act": True}, "method='rtn' has no desc_act"),
-        ({"method": "mxfp4", "group_size": 16}, "method='mxfp4' has no group_size"),
-        ({"method": "w4a16", "bits": 8}, "method='w4a16' has no bits"),
+        ({"method": "fp8", "bits": 4}, "method='fp8' has no `bits`"),
+        ({"method": "rtn", "desc_act": True}, "method='rtn' has no `desc_act`"),
+        ({"method": "mxfp4", "group_size": 16}, "method='mxfp4' has no `group_size`"),
+        ({"method": "w4a16", "bits": 8}, "method='w4a16' has no `bits`"),
     ],
 )
 def test_a_recipe_is_checked_when_it_is_written_down(options, named):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
-from hfq.checkpoint.index import JSON_LIMIT
+from hfq.checkpoint.index import HUB_ID, JSON_LIMIT
 from hfq.checkpoint.private_folder import NotPrivateError, check_own, private_folder, user_cache
 from hfq.checkpoint.small_file import open_regular, read_small_file
 from hfq.checkpoint.write_checkpoint import INDEX
@@ -28,7 +28,6 @@ __all__ = ["FoundCheckpoint", "find_checkpoint", "headers_cache", "is_hub_id"]
 
 logger = logging.getLogger("hfq")
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -66,7 +65,7 @@ class FoundCheckpoint:
 
 def is_hub_id(path: str) -> bool:
     """Returns True for the form `organization/model` if no local file or folder has this path."""
-    return not os.path.lexists(path) and _HUB_ID.fullmatch(path) is not None
+    return not os.path.lexists(path) and HUB_ID.fullmatch(path) is not None
 
 
 @contextlib.contextmanager

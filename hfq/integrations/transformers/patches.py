@@ -9,9 +9,10 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
 2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before it
    calls a quantizer. A wrong path, a damaged shard, or an impossible size then appears as an error of another
    library, or ends the process. hfq validates a local folder first, and raises an error for unsupported
-   arguments. Loads wait for each other, because upstream replaces class attributes while it builds a model
-   (`init.no_tie_weights`). Two simultaneous loads would leave them replaced, and later models would not be
-   tied. `trust_remote_code` is False if the caller gives none, because upstream would ask the user.
+   arguments. Upstream accepts the device `"disk"` only in a dict; hfq makes one of the word. Loads wait for
+   each other, because upstream replaces class attributes while it builds a model (`init.no_tie_weights`). Two
+   simultaneous loads would leave them replaced, and later models would not be tied. `trust_remote_code` is
+   False if the caller gives none, because upstream would ask the user.
 3. `modeling_utils._get_resolved_checkpoint_files`. The files of a model on the Hub are known only here,
    before the model is built. hfq validates them in the same way as a local folder. A shard's name must lead
    to a place inside the folder.
@@ -42,7 +43,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hfq.checkpoint.index import check_inside
-from hfq.errors import CheckpointError, HfqError, SetupError
+from hfq.errors import HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.scatter import described_folder
@@ -52,6 +53,7 @@ from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.custom_code import refusing_custom_code
+from hfq.loading.load_errors import as_hfq_error
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
@@ -246,6 +248,8 @@ def _guard(owner: type) -> None:
             return load(pretrained_model_name_or_path)
         if kwargs.get("trust_remote_code") is None:
             kwargs["trust_remote_code"] = False
+        if kwargs.get("device_map") == "disk":
+            kwargs["device_map"] = {"": "disk"}  # transformers accepts the word only in a dict
         if chosen.reader_ranks == "rank0" and is_zero3():
             with (
                 described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path,
@@ -292,29 +296,8 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
             return load(path)
     except HfqError:
         raise
-    except OSError as error:
-        if checkpoint is not None:
-            raise _failed(path, error) from error
-        raise CheckpointError(
-            "transformers did not find the model. Nothing was loaded.",
-            file=path,
-            found=str(error).partition("\n")[0],
-            expected="a local folder, or a Hub id that is online or cached",
-            fix=f"Check the name. On a machine with a network: hf download {path}",
-        ) from error
     except Exception as error:
-        raise _failed(path, error) from error
-
-
-def _failed(path: Any, error: Exception) -> SetupError:
-    return SetupError(
-        "transformers cannot load this checkpoint. Nothing was loaded.",
-        file=path,
-        found=f"{type(error).__name__}: {error}",
-        expected="a config and arguments that transformers accepts",
-        fix="Read the error under found. Usually config.json has a wrong value, or an argument has a "
-        "wrong type.",
-    )
+        raise as_hfq_error(path, error, kwargs, is_local=checkpoint is not None) from error
 
 
 run_pending()

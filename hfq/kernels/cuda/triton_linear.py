@@ -52,9 +52,9 @@ _QUANTIZED_AT_ONCE = 1024
 
 def reason_missing() -> str | None:
     """Returns why this machine cannot run the kernels, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return None if torch.cuda.is_available() else "this machine has no CUDA device"
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    return "triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:

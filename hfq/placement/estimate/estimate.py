@@ -52,6 +52,7 @@ class ModelSizes:
         dtype: Dtype that the model computes in.
         layers: Number of layers.
         calls: {kind of weight: matrix products} of a step.
+        positions: Longest sequence that the model's config allows; None if it names none.
     """
 
     units: tuple[Unit, ...]
@@ -62,6 +63,7 @@ class ModelSizes:
     dtype: str
     layers: int
     calls: Mapping[str, int] = field(default_factory=dict)
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -228,10 +230,9 @@ def _does_not_fit(
     )
     return PlacementError(
         "The model does not fit this machine. Nothing was loaded.",
-        expected=error.expected or "memory for weights in addition to these",
-        found=f"{hardware.capacities()[main]:,} B on {main}, including KV cache {taken[0]:,} B and "
-        f"activations {taken[1]:,} B",
-        problems=[error.message],
+        expected=f"{error.expected or 'weights'}, and {taken[0]:,} B of KV cache and {taken[1]:,} B of "
+        f"activations on {main}",
+        found=f"{hardware.capacities()[main]:,} B on {main}",
         fix=fix,
     )
 
@@ -246,7 +247,8 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
         found.append(("leave --disk out", (replace(hardware, disk=None), workload)))
     if workload.kv_dtype == "auto":
         found.append(("--kv-cache-dtype fp8", (hardware, replace(workload, kv_dtype="fp8"))))
-    contexts = _halves(workload.context)
+    longest = min(workload.context, sizes.positions or workload.context)
+    contexts = [*([longest] if longest < workload.context else []), *_halves(longest)]
     batches = _halves(workload.batch)
     tries: list[tuple[str, Callable[[int], tuple[Hardware, Workload]], list[int]]] = [
         ("--batch-size", lambda value: (hardware, replace(workload, batch=value)), batches),

@@ -24,6 +24,7 @@ _UNITS = {
     "GIB": 1 << 30,
     "TIB": 1 << 40,
 }
+_SPELLINGS = ("kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 _NO_UNIT = re.compile(r"^\s*[0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?\s*$")
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _TIMES = re.compile(r"^(.*\S)\s*(?:[×*]|(?<=[\sA-Za-z])[xX])\s*([0-9]+)$")
@@ -69,7 +70,7 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
     if _NO_UNIT.match(str(text)):
         raise PlacementError(
             f"{what} {text} has no unit.",
-            expected="a size with a unit: B, kB, MB, GB, TB, KiB, MiB, GiB, or TiB",
+            expected=f"a size with a unit: B, {', '.join(_SPELLINGS[:-1])}, or {_SPELLINGS[-1]}",
             found=repr(text),
             fix=f"Pass {what} {str(text).strip()}GiB, or {what} {str(text).strip()}B if these are bytes.",
         )
@@ -78,7 +79,7 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
     unit = _UNITS.get(found[2].upper()) if found else None
     nbytes = float(found[1]) * unit if found and unit is not None else None
     if nbytes is None or not least <= nbytes <= _MOST_NBYTES:
-        hint = nearest(found[2].upper(), _UNITS) if found and unit is None else ""
+        hint = nearest(found[2], _SPELLINGS) if found and unit is None else ""
         raise PlacementError(
             f"{what} {shown} is not a size.{hint}",
             expected=f"{least} B or more, for example 24GiB or 64GB",

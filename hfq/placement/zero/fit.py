@@ -98,7 +98,7 @@ def fit_zero3(
         lacking = _lacking(fit, hardware, on_a_node)
         if not lacking:
             return fit
-        tried.append(f"offload_param {offload}: {lacking}")
+        tried.append(f"--offload-param-device {offload}: {lacking}")
     least = fit.per_rank()
     node = (least["cpu"] + (0 if hardware.gpus else least["device"])) * on_a_node
     ways = [f"--cpu {node}B"] if node > hardware.cpu else []

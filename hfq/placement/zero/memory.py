@@ -73,6 +73,17 @@ class ModelStates:
     is_sum: bool = False
 
 
+_OPTIONS = {
+    "stage": "--zero-stage",
+    "ranks": "--num-processes",
+    "ranks_per_node": "--num-machines",
+    "optimizer": "--optimizer",
+    "offload_param": "--offload-param-device",
+    "offload_optimizer": "--offload-optimizer-device",
+}
+"""The option of `hfq plan` for each field of `ZeroSetup`, for messages."""
+
+
 @dataclass(frozen=True)
 class ZeroSetup:
     """Settings of a ZeRO run.
@@ -123,7 +134,7 @@ class ZeroSetup:
                     name,
                     f"stage {self.stage}",
                     f"stage {least} or more",
-                    f"Plan stage {least}, or omit {name}.",
+                    f"Pass --zero-stage {least}, or omit {_OPTIONS[name]}.",
                 )
 
     @property
@@ -252,5 +263,5 @@ def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED)
 
 def _refused(name: str, found: object, expected: str, fix: str) -> PlacementError:
     return PlacementError(
-        f"ZeRO cannot be planned with this {name}.", expected=expected, found=found, fix=fix
+        f"ZeRO cannot be planned with this {_OPTIONS[name]}.", expected=expected, found=found, fix=fix
     )
