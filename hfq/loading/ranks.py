@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hfq.errors import HfqError, PlacementError, SetupError
+from hfq.loading.sent_tensors import releasing_tensors
 
 __all__ = [
     "attempt",
@@ -54,7 +55,8 @@ def exchange(value: Any) -> list[Any]:
     All ranks must call it.
     """
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    with releasing_tensors():
+        dist.all_gather_object(found, value)
     return found
 
 

@@ -27,9 +27,9 @@ _LARGEST_TEXT = 64 << 20
 def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
     """A context manager that yields the folder to load from.
 
-    This is `path`, or a headers-only checkpoint on a rank that does not have `path`. Its config and code are
-    copies. Its safetensors files have the headers and sizes of the real files, but no values. They occupy
-    almost no disk space, and their values are never read. All ranks must call it.
+    This is `path`, or a headers-only checkpoint on a rank where `path` is missing or empty. Its config and
+    code are copies. Its safetensors files have the headers and sizes of the real files, but no values. They
+    occupy almost no disk space, and their values are never read. All ranks must call it.
 
     Args:
         path: The checkpoint passed to `from_pretrained`.
@@ -42,7 +42,7 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
         HfqError: Rank 0 could not read the checkpoint.
     """
     rank, _ = start_distributed()
-    is_here = os.path.isdir(path) if isinstance(path, (str, os.PathLike)) else False
+    is_here = isinstance(path, (str, os.PathLike)) and os.path.isdir(path) and bool(os.listdir(path))
     has = exchange(is_here)
     if all(has) or not has[0]:
         yield path
