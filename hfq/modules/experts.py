@@ -86,6 +86,7 @@ class QuantizedExperts(nn.ModuleList):
         if (
             not routed
             or hidden_states.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
             or (torch.is_grad_enabled() and hidden_states.requires_grad)
         ):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,9 +64,11 @@ class QuantizedLinear(QuantizedModule):
                 found=str(list(activations.shape)),
                 fix="Load the model with the config.json of this checkpoint.",
             )
-        if torch.is_grad_enabled() and activations.requires_grad:
-            return _Multiply.apply(activations, self)
-        return _multiply(activations, self)
+        activations, context = _autocasted(activations)
+        with context:
+            if torch.is_grad_enabled() and activations.requires_grad:
+                return _Multiply.apply(activations, self)
+            return _multiply(activations, self)
 
 
 class _Multiply(torch.autograd.Function):
@@ -82,7 +85,22 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         kernel, tensors, grad = _where_it_computes(ctx.module, grads[0])
-        return kernel.linear_grad(grad, tensors, ctx.module.weight_format).to(grads[0].device), None
+        with _autocasted(grad)[1]:
+            values = kernel.linear_grad(grad, tensors, ctx.module.weight_format)
+        return values.to(grads[0].device), None
+
+
+def _autocasted(values: torch.Tensor) -> tuple[torch.Tensor, contextlib.AbstractContextManager]:
+    """Returns values as `nn.Linear` computes on under autocast, and the context for the kernel.
+
+    The kernel runs without autocast, since it chooses the dtypes of its own operations.
+    """
+    device = values.device.type
+    if values.is_meta or not torch.is_autocast_enabled(device):
+        return values, contextlib.nullcontext()
+    if values.dtype != torch.float64:
+        values = values.to(torch.get_autocast_dtype(device))
+    return values, torch.autocast(device, enabled=False)
 
 
 def _multiply(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:

@@ -42,6 +42,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hfq.checkpoint.index import check_inside
 from hfq.errors import HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
@@ -64,6 +66,7 @@ from hfq.modules.offloaded_parameter import OffloadedParameter
 __all__ = ["patch_auto_factory", "patch_modeling_utils"]
 
 _one_load = threading.RLock()
+_pool_process = os.getpid()  # the process in which torch's thread pool was made
 
 
 def patch_modeling_utils(module: Any) -> None:
@@ -230,6 +233,18 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)
 
 
+def _renew_thread_pool() -> None:
+    """Makes torch's thread pool anew in the child of a fork.
+
+    Otherwise the first threads of a load would do so at the same time, and torch then fails now and then
+    ("Invalid thread pool!").
+    """
+    global _pool_process
+    if os.getpid() != _pool_process:
+        torch.set_num_threads(torch.get_num_threads())
+        _pool_process = os.getpid()
+
+
 def _guard(owner: type) -> None:
     original = owner.from_pretrained.__func__  # type: ignore[attr-defined]
 
@@ -293,6 +308,7 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     try:
         cache = filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory)
         with context, _one_load, cache, refusing_custom_code(path):
+            _renew_thread_pool()
             return load(path)
     except HfqError:
         raise
