@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import within_load
@@ -16,7 +17,7 @@ from hfq.loading.context import within_load
 if TYPE_CHECKING:
     from hfq.loading.model_loader import ModelLoader
 
-__all__ = ["MetaModelReached", "load_meta_model"]
+__all__ = ["MetaModelReached", "load_meta_model", "model_class"]
 
 
 class MetaModelReached(BaseException):
@@ -42,7 +43,7 @@ def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader
         HfqError: The checkpoint fails a check that a load makes before it reads weights.
     """
     folder = os.fspath(path)
-    cls = _model_class(folder)
+    cls = _plannable_class(folder)
     config = HfqConfig(kernel="reference")  # works without a compiler
     try:
         with within_load(stops_at_meta_model=True):
@@ -59,15 +60,21 @@ def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader
     )
 
 
-def _model_class(folder: str) -> Any:
-    """Returns the class that config.json names, else a causal language model."""
+def model_class(checkpoint: Checkpoint) -> Any:
+    """Returns the class that config.json names, else `AutoModelForCausalLM`."""
     import transformers
 
-    from hfq.checkpoint import Checkpoint
+    names = map(str, checkpoint.config.get("architectures") or ())
+    known = (getattr(transformers, name, None) for name in names)
+    return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)
 
-    config = Checkpoint.open(folder).config
-    names = config.get("architectures") or []
-    if config.get("auto_map") and not hasattr(transformers, str(next(iter(names), ""))):
+
+def _plannable_class(folder: str) -> Any:
+    import transformers
+
+    checkpoint = Checkpoint.open(folder)
+    names = checkpoint.config.get("architectures") or []
+    if checkpoint.config.get("auto_map") and not hasattr(transformers, str(next(iter(names), ""))):
         raise SetupError(
             "This model requires custom code, which hfq plan does not run.",
             file=folder,
@@ -75,5 +82,4 @@ def _model_class(folder: str) -> Any:
             expected="a model class of transformers",
             fix="Choose a model whose class is part of transformers.",
         )
-    known = [getattr(transformers, str(name)) for name in names if hasattr(transformers, str(name))]
-    return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)
+    return model_class(checkpoint)

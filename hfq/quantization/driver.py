@@ -21,7 +21,15 @@ from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.loading.custom_code import load_tokenizer
-from hfq.loading.matching.quantizable_layers import check_unfused, find_linears, find_skipped, size_of
+from hfq.loading.matching.quantizable_layers import (
+    check_unfused,
+    find_all_linears,
+    find_linears,
+    find_skipped,
+    find_unsuitable,
+    local_name,
+    size_of,
+)
 from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher
 from hfq.quantization.finished_layer import put_finished, quantize_decoder_layer
@@ -81,7 +89,7 @@ def quantize(
         CheckpointError: The checkpoint is damaged, or the output cannot be written.
     """
     recipe = _as_recipe(recipe)
-    source = Source(model, trust_remote_code)
+    source = Source(model, recipe, trust_remote_code)
     target = check_target(source.checkpoint, output_dir, marker=JOURNAL)
     tokenizer = functools.partial(load_tokenizer, source.checkpoint.root, trust_remote_code)
     text = _calibration(source, recipe, dataset, tokenizer, num_calibration_samples, max_seq_length)
@@ -106,7 +114,7 @@ class _Job:
         self.source = source
         self.recipe = recipe
         self.calibration = calibration
-        skipped = find_skipped(source.model, modules_to_not_convert)
+        skipped = [*find_skipped(source.model, modules_to_not_convert), *find_unsuitable(source.model)]
         for name in source.decoder_layers:
             with source.on_meta(name) as decoder_layer:
                 check_unfused(decoder_layer, name, skipped)
@@ -115,7 +123,7 @@ class _Job:
         if not self.sizes:
             raise SetupError(
                 "No layer is left to quantize.",
-                expected="linear layers in the model's decoder layers",
+                expected="linear layers other than heads and routers",
                 found="none",
                 fix="Remove entries from modules_to_not_convert.",
             )
@@ -182,8 +190,7 @@ class _Job:
         held = () if self.recipe.changes_floats else self.linears[name]
         with self.source.in_memory(name, held) if hidden else self.source.on_meta(name) as decoder_layer:
             linears = {
-                full: decoder_layer.get_submodule(full.removeprefix(f"{name}."))
-                for full in self.linears[name]
+                full: decoder_layer.get_submodule(local_name(full, name)) for full in self.linears[name]
             }
             targets = self.teacher.advance(decoder_layer, calls) if self.teacher else None
             if is_done:
@@ -260,7 +267,7 @@ class _Job:
 
     def _dense(self) -> list[str]:
         """Returns the stored names of linear layers that stay unquantized."""
-        names = set(find_linears(self.source.model, ""))
+        names = set(find_all_linears(self.source.model))
         for decoder_layer in self.source.decoder_layers:
             names |= _layers_of(self.source, decoder_layer, []).keys()
         return sorted(self.source.stored_module(name) for name in names - self.sizes.keys())
@@ -270,6 +277,7 @@ class _Job:
 
         Raises an error before anything is written if the format cannot hold a layer.
         """
+        self.recipe.check_sizes(self.sizes)
         replaced, nbytes = set(), 0
         for name, (out_features, in_features) in self.sizes.items():
             info = self.source.stored(f"{name}.weight")
@@ -282,7 +290,7 @@ class _Job:
                     fix="Add this layer to modules_to_not_convert.",
                 )
             replaced.add(info.name)
-            nbytes += _packed_nbytes(self.format, self.recipe, name, in_features, out_features)
+            nbytes += _packed_nbytes(self.format, in_features, out_features)
         return nbytes + sum(
             info.nbytes for info in self.source.checkpoint.tensors.values() if info.name not in replaced
         )
@@ -333,10 +341,7 @@ def _layers_of(source: Source, name: str, skipped: list[str]) -> dict[str, tuple
         return {full: size_of(layer) for full, layer in find_linears(decoder_layer, name, skipped).items()}
 
 
-def _packed_nbytes(
-    weight_format: Format, recipe: Recipe, name: str, in_features: int, out_features: int
-) -> int:
-    recipe.check_size(name, out_features, in_features)
+def _packed_nbytes(weight_format: Format, in_features: int, out_features: int) -> int:
     return sum(nbytes for _, _, nbytes in rounded_tensors(weight_format, out_features, in_features).values())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.codecs.dtypes import torch_dtype
@@ -18,13 +18,15 @@ from hfq.formats.configs.source_config import check_floats
 from hfq.formats.unquantized import Unquantized
 from hfq.loading.config import HfqConfig
 from hfq.loading.loaded_model import loader_of
-from hfq.loading.matching.quantizable_layers import find_decoder_layers
+from hfq.loading.matching.quantizable_layers import find_units, local_name
+from hfq.loading.meta_model import model_class
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import untouched_buffers
 from hfq.offload.unit import UnquantizedParameter
 from hfq.quantization.temporary_forward import hold, let_go
+from hfq.recipes.recipe import Recipe
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Source"]
@@ -35,7 +37,11 @@ class Source:
 
     Args:
         path: Folder of the checkpoint, or a model that hfq loaded from one.
+        recipe: Method and options, which decide on the units.
         trust_remote_code: True to run Python code that the checkpoint contains.
+
+    Attributes:
+        decoder_layers: The units to quantize, by name: decoder layers, or what `find_units` returns.
 
     Raises:
         SetupError: hfq did not load the model.
@@ -43,12 +49,12 @@ class Source:
         CheckpointError: The checkpoint is missing or not valid.
     """
 
-    def __init__(self, path: Any, trust_remote_code: bool = False) -> None:
+    def __init__(self, path: Any, recipe: Recipe, trust_remote_code: bool = False) -> None:
         root = loader_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
         check_floats(self.checkpoint, "Nothing was written")
         with untouched_buffers():
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.model: PreTrainedModel = model_class(self.checkpoint).from_pretrained(
                 root,
                 quantization_config=HfqConfig(),
                 device_map={"": "disk"},
@@ -57,7 +63,7 @@ class Source:
             )
         self.model.eval()
         self.reader = Reader(self.checkpoint)
-        self.decoder_layers = find_decoder_layers(self.model)
+        self.decoder_layers = find_units(self.model, recipe)
         for module in self.model.modules():
             if isinstance(module, QuantizedExperts):
                 module.prefetch = None  # its weights are read with their decoder layer
@@ -139,8 +145,7 @@ class Source:
         resting: list[tuple[UnquantizedParameter, nn.Parameter]] = []
         with self.on_meta(name) as decoder_layer:
             held = {
-                f"{layer}.weight": decoder_layer.get_submodule(layer.removeprefix(f"{name}."))
-                for layer in layers
+                f"{layer}.weight": decoder_layer.get_submodule(local_name(layer, name)) for layer in layers
             }
             try:
                 for parameter, _ in list(decoder_layer.named_parameters()):

@@ -161,6 +161,11 @@ class Recipe:
         return self.measures or self.distill_steps > 0
 
     @property
+    def is_for_decoder_layers(self) -> bool:
+        """True if readers of the written format look for quantized layers in decoder layers alone."""
+        return self.method in ("gptq", "awq", "rtn")
+
+    @property
     def changes_floats(self) -> bool:
         """True if the recipe changes a decoder layer's float weights before they are rounded.
 
@@ -226,11 +231,14 @@ class Recipe:
             {"weights": weights, "input_activations": activations, "format": "float-quantized"}, dense
         )
 
-    def check_size(self, name: str, out_features: int, in_features: int) -> None:
+    def check_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Raises an error if the format cannot hold a layer.
 
+        Args:
+            sizes: (out, in) of each layer, by name.
+
         Raises:
-            FormatError: Names the layer and the required divisors of its size.
+            FormatError: Names a layer, the required divisors of its size, and all such layers.
         """
         span = 1
         if self.scheme is not None:
@@ -239,14 +247,21 @@ class Recipe:
             multiple = (1, 1)
         else:
             multiple, span = (32, 32), self.group_size if self.group_size != -1 else 1
-        if out_features % multiple[0] or in_features % multiple[1] or in_features % span:
+        odd = {
+            name: size
+            for name, size in sizes.items()
+            if size[0] % multiple[0] or size[1] % multiple[1] or size[1] % span
+        }
+        if odd:
+            first = next(iter(odd))
             raise FormatError(
                 f"method={self.method!r} cannot hold a layer of this size. Nothing was done.",
-                tensor=name,
+                tensor=first,
                 expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
                 + (f" and the group size {span}" if span > 1 else ""),
-                found=f"[{out_features}, {in_features}]",
-                fix="Choose another group size or method, or add the layer to modules_to_not_convert.",
+                found=str(list(odd[first])),
+                fix="Choose another group size or method, or pass "
+                f"modules_to_not_convert={sorted(set(map(_last_names, odd)))}.",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -298,6 +313,13 @@ class Recipe:
 
 RECIPE_OPTIONS = tuple(option.name for option in fields(Recipe))
 """The names of the options of a recipe, `method` first."""
+
+
+def _last_names(layer: str) -> str:
+    """Returns the last name of a layer, with the names before it up to one that is no number."""
+    names = layer.split(".")
+    last = next((place for place in range(len(names) - 1, 0, -1) if not names[place].isdigit()), 0)
+    return ".".join(names[last:])
 
 
 def _dynamic(dense: list[str]) -> dict[str, Any]:

@@ -94,7 +94,8 @@ def test_experts_that_are_stored_as_one_tensor_stay_floats_where_that_is_asked_f
 ):
     options, out = {"method": "rtn", "group_size": 32}, tmp_path / "out"
     with pytest.raises(
-        SetupError, match=r"(?s)experts in one tensor.*gate_up_proj.*modules_to_not_convert=\['mlp.experts'\]"
+        SetupError,
+        match=r"(?s)experts, in one tensor.*gate_up_proj.*modules_to_not_convert=\['mlp.experts'\]",
     ):
         hfq.quantize(source, Recipe(**options), output_dir=out)
     assert [entry.name for entry in tmp_path.iterdir()] == ["floats"]

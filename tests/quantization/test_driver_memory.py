@@ -54,7 +54,7 @@ def test_a_held_conv1d_computes_as_before():
 def test_the_source_brings_weights_as_they_are_stored_and_no_ring_takes_memory(monkeypatch):
     touched = []
     monkeypatch.setattr("hfq.offload.offload_buffers.huge_buffer", _noted(touched))
-    source = Source(SOURCE)
+    source = Source(SOURCE, Recipe("gptq"))
     assert touched == [False]
     name = "model.layers.0"
     with source.in_memory(name, [f"{name}.mlp.up_proj"]) as block:

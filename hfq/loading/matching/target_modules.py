@@ -40,6 +40,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 HALVES = ("gate_proj", "up_proj")
 """Layers that a checkpoint may store instead of a linear layer `gate_up_proj`."""
 
+COMPUTES_LIKE_LINEAR = ("FalconLinear",)
+"""Subclasses of `nn.Linear` whose own forward computes the same product."""
+
 _UP_FIRST = ("Phi4MultimodalAudioMLP",)
 """Modules whose `gate_up_proj` returns the up channels first."""
 
@@ -134,7 +137,9 @@ class FusedExperts:
 
 def target_module_of(name: str, module: nn.Module | None) -> TargetModule | None:
     """Returns the target for a module, or None if no quantized layer can replace it."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and (
+        type(module).forward is nn.Linear.forward or type(module).__name__ in COMPUTES_LIKE_LINEAR
+    ):
         return TargetModule(name, "linear", module.in_features, module.out_features, module.bias is not None)
     if isinstance(module, Conv1D):
         in_features, out_features = module.weight.shape

@@ -22,9 +22,11 @@ from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.quantizable_layers import (
     check_unfused,
-    find_decoder_layers,
+    find_all_linears,
     find_linears,
     find_skipped,
+    find_units,
+    find_unsuitable,
     size_of,
 )
 from hfq.recipes.recipe import Recipe
@@ -94,22 +96,21 @@ def plan_virtual_checkpoint(
         ignores_sizes: Same as for `match_model`.
 
     Raises:
-        SetupError: The decoder layers of the model are unknown, or no layer is left to quantize.
+        SetupError: No layer is left to quantize.
         FormatError: The checkpoint is quantized or does not match, or a layer cannot be quantized.
     """
     check_floats(floats, "Nothing was loaded")
     recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping, ignores_sizes)
-    layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
+    layers = {layer.stored: layer for layer in _layers(model, match, floats, config)}
     if not layers:
         raise SetupError(
             "No layer is left to quantize. Nothing was loaded.",
-            expected="linear layers in the decoder layers",
+            expected="linear layers other than heads and routers",
             found="none",
             fix="Name fewer modules in modules_to_not_convert.",
         )
     weight_format = recipe.weight_format(layer.size for layer in layers.values())
-    for layer in layers.values():
-        recipe.check_size(layer.name, *layer.size)
+    recipe.check_sizes({layer.name: layer.size for layer in layers.values()})
     source = recipe.quantization_config(weight_format, _dense(model, match, layers), __version__)
     replaced = {
         info.name for layer in layers.values() for info in (layer.weight, layer.bias) if info is not None
@@ -144,16 +145,22 @@ def lay_out_layers(
 
 
 def _layers(
-    model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, patterns: list[str] | None
+    model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, config: HfqConfig
 ) -> Iterator[FloatLayer]:
-    """Yields the linear layers of the decoder layers, with experts that are stored separately."""
+    """Yields the layers to quantize, with experts that are stored separately.
+
+    A layer that the checkpoint lacks, such as a new head, stays unquantized.
+    """
     experts = {name: found for name, found in match.quantized.items() if found.target.kind == "expert"}
-    skipped = set(find_skipped(model, patterns, _with_parents(experts)))
-    for decoder_layer_name, block in find_decoder_layers(model).items():
-        check_unfused(block, decoder_layer_name, {*skipped, *match.experts})
-        for name, linear in find_linears(block, decoder_layer_name, skipped).items():
+    skipped = set(find_skipped(model, config.modules_to_not_convert, _with_parents(experts)))
+    skipped |= {*find_unsuitable(model)}
+    for unit_name, unit in find_units(model, config.recipe or Recipe()).items():
+        check_unfused(unit, unit_name, {*skipped, *match.experts})
+        for name, linear in find_linears(unit, unit_name, skipped).items():
             weight = match.unquantized.get(f"{name}.weight")
-            if weight is None or f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
+            if weight is None:
+                continue
+            if f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
                 raise FormatError(
                     "hfq cannot quantize a layer that is stored in this way. Nothing was loaded.",
                     tensor=f"{name}.weight",
@@ -164,7 +171,7 @@ def _layers(
             size = size_of(linear)
             yield _layer(name, weight, floats, not isinstance(linear, nn.Linear), size)
         for name, found in experts.items():
-            if name.startswith(f"{decoder_layer_name}.") and name not in skipped:
+            if name.startswith(f"{unit_name}.") and name not in skipped:
                 target = found.target
                 yield _layer(
                     name, found.infos["weight"], floats, False, (target.out_features, target.in_features)
@@ -191,7 +198,7 @@ def _with_parents(names: Iterable[str]) -> list[str]:
 def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, FloatLayer]) -> list[str]:
     """Returns the stored names of linear layers that stay unquantized."""
     names = {
-        *find_linears(model, ""),
+        *find_all_linears(model),
         *(name for name, found in match.quantized.items() if found.target.kind == "expert"),
     }
     names -= {layer.name for layer in layers.values()}

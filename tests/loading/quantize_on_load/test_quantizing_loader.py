@@ -186,7 +186,7 @@ def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(
 @pytest.mark.parametrize("kind", ["gpt_oss"])
 def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family, kind):
     with pytest.raises(
-        SetupError, match=r"(?s)experts in one tensor.*modules_to_not_convert=\['mlp.experts'\]"
+        SetupError, match=r"(?s)experts, in one tensor.*modules_to_not_convert=\['mlp.experts'\]"
     ):
         load(family, method="rtn", group_size=32)
     model = load(family, method="rtn", group_size=32, modules_to_not_convert=["mlp.experts"])
