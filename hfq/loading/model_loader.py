@@ -33,7 +33,7 @@ from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
 from hfq.loading.matching.replace_modules import replace_modules
 from hfq.loading.read_weights import load_quantized_weights, log_summary
-from hfq.loading.reported_device import report_device
+from hfq.loading.reported_device import report_device, report_dtype
 from hfq.loading.saving import like_source, stored_state
 from hfq.loading.state import LoadState
 from hfq.loading.validation import (
@@ -98,6 +98,7 @@ class ModelLoader(LoadState):
         if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
         self.quantized = replace_modules(model, self.match, self.config, self._dtypes)
+        report_dtype(model)
         self._quantized_names = {
             f"{name}.{local}" for name, module in self.quantized.items() for local in module.infos
         }

@@ -234,3 +234,19 @@ def test_parameters_that_are_no_experts_are_not_refused():
     unit.experts = nn.Parameter(torch.ones(4, 8, 8))
     with pytest.raises(SetupError, match=r"unit\.experts"):
         check_unfused(unit, "unit", ())
+
+
+def test_a_model_whose_first_layer_is_quantized_reports_its_own_dtype(tmp_path):
+    sizes = {"patch_input": False, "d_model": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    floats = transformers.PatchTSTModel(
+        transformers.PatchTSTConfig(**sizes, patch_length=32, patch_stride=32, context_length=96)
+    )
+    floats.save_pretrained(tmp_path / "floats")
+    model = transformers.PatchTSTModel.from_pretrained(
+        tmp_path / "floats", quantization_config=HfqConfig(quantize_weights="fp8"), dtype=torch.bfloat16
+    )
+    assert type(model.encoder.embedder.input_embedding) is QuantizedLinear
+    assert (model.dtype, model.encoder.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert model.to(torch.float32).dtype == torch.float32
+    model.save_pretrained(tmp_path / "saved")
+    assert Checkpoint.open(tmp_path / "saved").config["dtype"] == "float32"

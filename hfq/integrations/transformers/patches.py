@@ -17,7 +17,9 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    before the model is built. hfq validates them in the same way as a local folder. A shard's name must lead
    to a place inside the folder.
 4. `PreTrainedModel.device`, only of offloaded models. Upstream returns the device of the first parameter. For
-   a parameter on disk this is `meta`, and `inputs.to(model.device)` fails.
+   a parameter on disk this is `meta`, and `inputs.to(model.device)` fails. `PreTrainedModel.dtype` of models
+   whose first layer is quantized. Upstream returns the dtype of the first floating parameter, such as that of
+   FP8 codes, casts inputs to it, and saves it in config.json.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream does not let a quantizer choose the
    files to write. Side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost. A
    config.json without a quantization would get one.
