@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def whole_save(folder: Path, nbytes: int) -> Iterator[None]:
 
 def _free_nbytes(folder: Path) -> int:
     existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(existing).free
+    usage = shutil.disk_usage(existing)
+    return usage.free if usage.total else sys.maxsize  # some network file systems report no size at all
 
 
 def _remove_new(folder: Path, before: set[str] | None) -> None:

@@ -154,6 +154,13 @@ def test_a_save_needs_no_more_than_it_writes(model, tmp_path, monkeypatch):
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
+def test_a_file_system_that_reports_no_size_is_not_full(model, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(whole_save.shutil, "disk_usage", lambda path: usage._replace(total=0, used=0, free=0))
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     "prepare", [lambda folder: None, lambda folder: (folder / "mine").mkdir(parents=True)]
 )
