@@ -61,9 +61,15 @@ def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader
 
 
 def model_class(checkpoint: Checkpoint) -> Any:
-    """Returns the class that config.json names, else `AutoModelForCausalLM`."""
+    """Returns the class that config.json names, else `AutoModelForCausalLM`.
+
+    The latter decides between a class of transformers and custom code, if the checkpoint has both.
+    """
     import transformers
 
+    own = checkpoint.config.get("auto_map")
+    if isinstance(own, dict) and "AutoModelForCausalLM" in own:
+        return transformers.AutoModelForCausalLM
     names = map(str, checkpoint.config.get("architectures") or ())
     known = (getattr(transformers, name, None) for name in names)
     return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)
