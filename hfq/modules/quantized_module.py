@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from hfq.errors import PlacementError
+from hfq.errors import PlacementError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.modules.flat_buffer import FlatBuffer
@@ -38,6 +38,25 @@ _RESERVED = (
     "embedding_dim",
 )
 """Attributes of subclasses; no stored tensor may take one of these names."""
+
+
+class _StoredParameters(dict[str, nn.Parameter | None]):
+    """Parameters of a quantized module, with an error for code that takes a float weight out.
+
+    `torch.nn.utils.weight_norm` and `spectral_norm` do so, to compute the weight from other parameters.
+    """
+
+    def __init__(self, module: str = "") -> None:
+        super().__init__()
+        self.module = module
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise _no_parameter(self.module, key)
+
+    def __delitem__(self, key: str) -> None:
+        if key == "weight" or key not in self:
+            raise _no_parameter(self.module, key)
+        super().__delitem__(key)
 
 
 class QuantizedModule(nn.Module):
@@ -68,6 +87,7 @@ class QuantizedModule(nn.Module):
         infos: Mapping[str, TensorInfo],
     ) -> None:
         super().__init__()
+        self._parameters = _StoredParameters(name)
         self.name = name
         self.in_features = in_features
         self.out_features = out_features
@@ -192,9 +212,18 @@ class QuantizedModule(nn.Module):
 
         Raises:
             PlacementError: A tensor has another dtype or shape than it was loaded with.
+            SetupError: A tensor is in shards.
         """
         for local, tensor in tensors.items():
             dtype, shape = self._kinds[local]
+            if hasattr(tensor, "device_mesh"):  # a DTensor
+                raise SetupError(
+                    f"{self.name} was sharded by another library, such as FSDP2's fully_shard.",
+                    tensor=f"{self.name}.{local}",
+                    expected="a tensor of one process",
+                    found="a DTensor",
+                    fix='Load the model with HfqConfig(cpu_memory="private"), or use DeepSpeed ZeRO-3.',
+                )
             if local == "bias":  # any float dtype is fine
                 continue
             if tensor.dtype != dtype or tensor.shape != shape:
@@ -317,6 +346,16 @@ class QuantizedModule(nn.Module):
             self._parameters[local] = _frozen(moved)
         return self
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Replaces a stored tensor; a quantized module takes no other parameters.
+
+        Raises:
+            SetupError: The module stores no tensor of this name.
+        """
+        if name not in self._attributes.values() and name != _FLAT:
+            raise _no_parameter(self.name, name)
+        super().register_parameter(name, param)
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Leaves the stored tensors frozen, regardless of the argument."""
         return self
@@ -354,6 +393,16 @@ class QuantizedModule(nn.Module):
         unexpected += [
             key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors
         ]
+
+
+def _no_parameter(module: str, name: str) -> SetupError:
+    return SetupError(
+        f"{module} is quantized and has no float parameter {name!r} that can be replaced.",
+        tensor=f"{module}.{name}",
+        expected="an unquantized layer",
+        found="a normalization, pruning, or new parameter of a quantized layer",
+        fix="Leave this layer out, or call model.dequantize() first.",
+    )
 
 
 @functools.cache
