@@ -58,6 +58,7 @@ def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
             return text
         for name, option in options.items():
             text = re.sub(rf"\b{name}=\{{([^}}]*)\}}", partial(_sizes, option), text)
+            text = re.sub(rf"\b{name}=\[([^]]*)\]", partial(_repeated, option), text)
             text = re.sub(rf"\b{name}=True\b", option, text)
             text = re.sub(rf"\b{name}=False\b", option.replace("--", "--no-"), text)
             text = re.sub(rf"\b{name}=(['\"]?)([\w.-]*\w)\1", rf"{option} \2", text)
@@ -74,6 +75,11 @@ def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
         found=typed(error.found),
         problems=error.problems,
     )
+
+
+def _repeated(option: str, found: re.Match[str]) -> str:
+    """Returns an option once for each item of a list of texts."""
+    return " ".join(f"{option} {item}" for item in re.findall(r"'([^']*)'", found[1]))
 
 
 def _sizes(option: str, found: re.Match[str]) -> str:

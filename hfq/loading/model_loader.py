@@ -168,7 +168,7 @@ class ModelLoader(LoadState):
                 owner._parameters.update(parameters)
 
     def _execution_map(self, device_map: dict[str, Any]) -> dict[str, Any]:
-        """Returns the map of execution devices, for transformers, and for accelerate if there are several."""
+        """Returns the map of execution devices for transformers and accelerate."""
         found = execution_map(device_map, self.devices, self.main)
         if len({*found.values(), *self.executes.values()}) == 1:
             return found

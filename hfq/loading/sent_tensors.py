@@ -1,4 +1,6 @@
-"""Release of the tensors of a collective, which torch's gloo threads hold for a moment after it is done.
+"""Release of the tensors of a collective.
+
+torch's gloo threads hold them for a moment after it is done.
 
 Such a thread needs Python's lock to release a tensor. If Python shuts down in that moment, as after an error
 that is raised right behind the collective, Python before 3.14 ends the thread, and torch's C++ code then
@@ -23,7 +25,7 @@ _SECONDS = 5.0
 
 
 class _Seen(TorchFunctionMode):
-    """A mode that remembers the tensors that torch's functions return, without keeping them alive."""
+    """Mode that remembers the results of torch's functions by weak references."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def check_inputs(name: str, inputs: Sequence[object]) -> None:
 
 
 def send_to(inputs: Any, device: torch.device) -> Any:
-    """Returns the inputs of a model with their tensors on its first accelerator, as accelerate does."""
+    """Returns the inputs of a model with all tensors on its first accelerator."""
     if device.type == "cpu":
         return inputs
 

@@ -72,7 +72,7 @@ class OffloadOptions:
 
 
 class Offloader:
-    """Wraps the forward of every unit, so that its weights are on their execution device only during it.
+    """Wraps the forward of every unit, and onloads its weights only during it.
 
     The wrapper replaces `module.forward`, as accelerate's hooks do, because torch's own hooks are skipped
     when

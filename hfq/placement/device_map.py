@@ -226,7 +226,9 @@ def execution_devices(
 def leaf_map(
     executes: Mapping[str, str], device_map: Mapping[str, str], main: str, modules: Iterable[str]
 ) -> dict[str, int]:
-    """Returns the map of execution devices for accelerate, by number, without a key above another key.
+    """Returns the map of execution devices for accelerate, in which no key is above another.
+
+    Devices are numbers.
 
     accelerate's hooks send everything below a key to its device, and do not undo it for a longer key
     (`attach_execution_device_hook`, accelerate 1.15). It takes the first of a set of devices for the key `""`

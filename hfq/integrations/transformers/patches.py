@@ -236,7 +236,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def _renew_thread_pool() -> None:
-    """Makes torch's thread pool anew in the child of a fork.
+    """Creates a new thread pool of torch in the child of a fork.
 
     Otherwise the first threads of a load would do so at the same time, and torch then fails now and then
     ("Invalid thread pool!").

@@ -49,7 +49,7 @@ class CheckpointMatch:
         merged: Unquantized parameters that transformers merges from several stored tensors, with their names.
         experts: Fused experts that the checkpoint stores separately.
         halved: Linear layers that the checkpoint stores as two layers.
-        resized: Stored tensors of parameters that are initialized anew, since their shapes differ.
+        resized: Stored tensors of parameters that are initialized, since their shapes differ.
         unused: Stored tensors that match no parameter.
         kept: Unused tensors that a save writes back, such as the scales of a quantized KV cache.
         problems: Mismatches, one line each.
