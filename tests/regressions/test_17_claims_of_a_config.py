@@ -156,6 +156,9 @@ HUGE = [
     {"num_stages": 10**9},
     {"backbone": {"depths": [2, 2, 10**9]}},
     {"num_experts": 10**6},
+    {"backbone_config": {"num_classes": 10**9}},
+    {"H_cycles": 10**9},
+    {"num_feature_levels": 10**9},
 ]
 
 
@@ -203,6 +206,8 @@ def test_counts_of_ordinary_configs_are_allowed(gptq):
         "rope_theta": 10**9,
         "vision_feature_layer": -2,
         "block_size": 131_072,
+        "encoder_hash_byte_group_vocab": 500_002,
+        "depthwise_separable_out_channel": 1024,
         "eos_token_id": [151_643, 151_645],
     }
     check_config(config, "config.json", Checkpoint.open(gptq))
