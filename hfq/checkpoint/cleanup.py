@@ -95,7 +95,7 @@ def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
                 continue
             if _TEMPORARY.match(entry.name):
                 if entry.is_dir():
-                    yield entry, "hfq reshard"
+                    yield entry, "a save" if entry.name.startswith(".save.") else "hfq reshard"
                 elif ".headers.zip." in entry.name:
                     yield entry, "hfq plan"
                 elif ".safetensors." in entry.name or ".json." in entry.name:

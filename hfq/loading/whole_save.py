@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,13 +18,65 @@ from hfq.errors import CheckpointError
 from hfq.formats.configs.source_config import SIDE_FILES
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["least_nbytes", "whole_save"]
+__all__ = ["least_nbytes", "staged_save", "whole_save"]
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
+_HIDDEN = re.compile(r"\.save\.[a-z0-9_]{8}\.tmp")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _OF_A_SAVE = re.compile(
     r"(model|adapter_model)[\w.-]*\.safetensors(\.index\.json)?|(config|generation_config|adapter_config)\.json"
 )
+
+
+@contextlib.contextmanager
+def staged_save(folder: str | os.PathLike) -> Iterator[str]:
+    """A context manager that yields a hidden folder, whose files replace those of `folder` at the end.
+
+    An error leaves `folder` as it was. So does a killed process, which leaves the hidden folder behind.
+
+    Args:
+        folder: Destination of the save, created if it is absent.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    was_there = os.path.isdir(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        hidden = tempfile.mkdtemp(prefix=".save.", suffix=".tmp", dir=folder)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise _failed(Path(folder), 0, str(error), "Nothing was written.") from error
+    try:
+        yield hidden
+        _replace(Path(hidden), Path(folder))
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+        if not was_there:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # fails if anything is in it
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Moves the weights first and the configs last, then removes shards of an older save."""
+    files = sorted(source.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
+    for file in files:
+        if file.is_dir():
+            shutil.copytree(file, target / file.name, dirs_exist_ok=True)
+        else:
+            os.replace(file, target / file.name)
+    written = {file.name for file in files}
+    stems = {_stem(name) for name in written if name.endswith(".safetensors")}
+    for file in target.iterdir():
+        if _SHARD.fullmatch(file.name) and file.name not in written and _stem(file.name) in stems:
+            file.unlink()
+
+
+def _stem(name: str) -> str:
+    shard = _SHARD.fullmatch(name)
+    return shard["stem"] if shard else name.removesuffix(".safetensors")
 
 
 def least_nbytes(tensors: Iterable[TensorInfo], itemsize: int) -> int:
@@ -86,8 +139,8 @@ def _remove_new(folder: Path, before: set[str] | None) -> None:
 def _failed(folder: Path, nbytes: int, found: str, left: str) -> CheckpointError:
     return CheckpointError(
         f"The model cannot be saved. {left}",
-        file=folder,
-        expected=f"{nbytes:,} bytes of free space in a writable folder",
+        file=folder.parent if _HIDDEN.fullmatch(folder.name) else folder,
+        expected=f"{nbytes:,} bytes of free space in a writable folder" if nbytes else "a writable folder",
         found=found,
         fix="Free disk space, or choose another folder.",
     )

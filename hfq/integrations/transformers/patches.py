@@ -22,7 +22,8 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    FP8 codes, casts inputs to it, and saves it in config.json.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream does not let a quantizer choose the
    files to write. Side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost. A
-   config.json without a quantization would get one.
+   config.json without a quantization would get one. Upstream also empties files of an older checkpoint
+   before the new ones are complete.
 6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) creates the meshes of a tensor-parallel
    load before anything is opened. A rank that fails must join this before it can report its error to the
    others, so hfq records the call.
@@ -45,6 +46,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hfq.checkpoint.index import check_inside
 from hfq.errors import HfqError, SetupError
@@ -63,6 +65,7 @@ from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import failing_together, is_zero3
 from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
+from hfq.loading.whole_save import staged_save
 from hfq.modules.offloaded_parameter import OffloadedParameter
 
 __all__ = ["patch_auto_factory", "patch_modeling_utils"]
@@ -179,12 +182,21 @@ def _completing(original: Callable) -> Callable:
                 found="True",
                 fix="Leave it out. Rank 0 then writes the whole quantized model.",
             )
-        with loading.saved_like_source(
-            self, save_directory, kwargs.get("is_main_process", True)
-        ) as is_written_here:
-            return original(self, save_directory, *args, **kwargs) if is_written_here else None
+        with (
+            _folder_of_save(save_directory, kwargs) as folder,
+            loading.saved_like_source(self, folder, kwargs.get("is_main_process", True)) as is_written_here,
+        ):
+            return original(self, folder, *args, **kwargs) if is_written_here else None
 
     return save_pretrained
+
+
+def _folder_of_save(folder: str | os.PathLike, kwargs: dict) -> contextlib.AbstractContextManager:
+    """Returns a staged save, or the folder itself where other ranks or the Hub take part in the save."""
+    is_shared = dist.is_available() and dist.is_initialized()
+    if is_shared or kwargs.get("push_to_hub") or os.path.isfile(folder):
+        return contextlib.nullcontext(folder)
+    return staged_save(folder)
 
 
 def _check_is_no_part(model: Any, folder: str | os.PathLike) -> None:
