@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile eve
 
 .SILENT:  # each verb says in words what it does
 
-.PHONY: demo test check docs site bench bench-fms tables fuzz interop clean
+.PHONY: demo test check docs site bench bench-fms tables fuzz stress interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	echo "Making the environment $(VENV) and installing hfq and its dependencies (minutes)"
@@ -62,6 +62,10 @@ tables: $(VENV)/.installed  ## train two small models and make the published tab
 fuzz: $(VENV)/.installed  ## compare the header reader with safetensors on a million mutated headers; fails if they disagree
 	echo "Comparing hfq's header reader with safetensors on 1,000,000 mutated headers (2 minutes)"
 	PYTHONPATH=. $(BIN)/python tests/programs/fuzz_headers.py
+
+stress: $(VENV)/.installed  ## load in many processes, kill saves and quantizations, count descriptors; writes the table of SECURITY.md
+	echo "Loading, killing and counting (about 10 minutes); the table goes to SECURITY.md"
+	PYTHONPATH=. HFQ_DISABLE_CPP=1 $(BIN)/python tests/programs/stress.py --page SECURITY.md
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	echo "Making other projects' environments and checkpoints, and loading each with hfq"
