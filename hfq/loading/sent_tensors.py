@@ -1,10 +1,9 @@
-"""Release of the tensors of a collective.
+"""Release of the tensors of a collective by torch's gloo threads.
 
-torch's gloo threads hold them for a moment after it is done.
-
-Such a thread needs Python's lock to release a tensor. If Python shuts down in that moment, as after an error
-that is raised right behind the collective, Python before 3.14 ends the thread, and torch's C++ code then
-aborts the process ("terminate called without an active exception").
+A thread holds them for a moment after the collective is done, and needs Python's lock to release them. If
+Python shuts down in that moment, as after an error that is raised right behind the collective, Python before
+3.14 ends the thread, and torch's C++ code then aborts the process ("terminate called without an active
+exception").
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SECONDS = 5.0
 
 
 class _Seen(TorchFunctionMode):
-    """Mode that remembers the results of torch's functions by weak references."""
+    """A mode that records the tensors that torch's functions return, by weak references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,10 @@ class _Seen(TorchFunctionMode):
 
 @contextlib.contextmanager
 def releasing_tensors() -> Iterator[None]:
-    """Waits, after a collective of Python objects in its body, until torch has released its tensors."""
+    """A context manager for a collective of Python objects.
+
+    It ends when torch has released the tensors of the collective.
+    """
     seen = _Seen()
     with seen:
         yield

@@ -31,9 +31,10 @@ _OF_A_SAVE = re.compile(
 
 @contextlib.contextmanager
 def staged_save(folder: str | os.PathLike) -> Iterator[str]:
-    """A context manager that yields a hidden folder, whose files replace those of `folder` at the end.
+    """A context manager that yields a hidden folder for the files of a save.
 
-    An error leaves `folder` as it was. So does a killed process, which leaves the hidden folder behind.
+    At the end, these files replace those of `folder`. An error leaves `folder` as it was. So does a killed
+    process, which leaves the hidden folder behind.
 
     Args:
         folder: Destination of the save, created if it is absent.
@@ -60,7 +61,7 @@ def staged_save(folder: str | os.PathLike) -> Iterator[str]:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Moves the weights first and the configs last, then removes shards of an older save."""
+    """Moves the weights first and the configs last. Removes shards of an older save."""
     files = sorted(source.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
         if file.is_dir():

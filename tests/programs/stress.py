@@ -25,7 +25,7 @@ import transformers
 
 import hfq
 from tests.support import tiny_models
-from tests.support.models import GPTQ, load, logits
+from tests.support.models import load, logits
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- table: stress, made by `make stress` -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -117,14 +117,21 @@ def kill_saves(folder: Path, times: int, chance: random.Random) -> Row:
     model.save_pretrained(folder / "new")
     seconds = time.perf_counter() - started
     new = tiny_models.digests(folder / "new")
+    replace = os.replace
+
+    def save() -> None:
+        os.replace = lambda *names: (replace(*names), time.sleep(seconds / 2))  # so that kills fall between
+        model.save_pretrained(target)
+
     killed = olds = news = 0
     while killed < times:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "old", target)
-        killed += kill_at_random(lambda: model.save_pretrained(target), 2 * seconds, chance) != 0
+        was_running = kill_at_random(save, 6 * seconds, chance) != 0
         found = tiny_models.digests(target)
         load(target)
-        olds, news = olds + (found == old), news + (found == new)
+        killed += was_running
+        olds, news = olds + (was_running and found == old), news + (was_running and found == new)
         if found not in (old, new):
             return Row("SIGKILL in `save_pretrained`", f"{killed} kills", "neither old nor new", False)
     outcome = f"old checkpoint complete {olds} times, new {news} times"
@@ -176,15 +183,19 @@ def load_and_unload(name: str, times: int) -> Row:
     def measure() -> str:
         for _ in range(5):
             cycle()
-        before = resources()
-        for _ in range(times):
-            cycle()
-        return " ".join(map(str, (*before, *resources())))
+        found = [*resources()]
+        for half in (times // 2, times - times // 2):
+            for _ in range(half):
+                cycle()
+            found += resources()
+        return " ".join(map(str, found))
 
-    fds, threads, rss, fds_after, threads_after, rss_after = map(int, asked(measure).split() or [0] * 6)
+    fds, threads, rss, _, _, rss_half, fds_after, threads_after, rss_after = map(
+        int, asked(measure).split() or [0] * 9
+    )
     outcome = (
         f"descriptors {fds} → {fds_after}, threads {threads} → {threads_after}, "
-        f"RSS {rss / 1024:.0f} → {rss_after / 1024:.0f} MiB"
+        f"RSS {rss / 1024:.0f} → {rss_half / 1024:.0f} (half) → {rss_after / 1024:.0f} MiB"
     )
     is_right = 0 < fds_after <= fds and threads_after <= threads
     return Row(f"Load, forward, unload: {name}", f"{times} cycles", outcome, is_right)

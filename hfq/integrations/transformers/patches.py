@@ -192,7 +192,10 @@ def _completing(original: Callable) -> Callable:
 
 
 def _folder_of_save(folder: str | os.PathLike, kwargs: dict) -> contextlib.AbstractContextManager:
-    """Returns a staged save, or the folder itself where other ranks or the Hub take part in the save."""
+    """Returns the context manager of a save, which yields the folder to write.
+
+    That is `folder` itself if other ranks or the Hub take part in the save.
+    """
     is_shared = dist.is_available() and dist.is_initialized()
     if is_shared or kwargs.get("push_to_hub") or os.path.isfile(folder):
         return contextlib.nullcontext(folder)
@@ -250,8 +253,8 @@ os.register_at_fork(after_in_child=_new_lock)
 def _renew_thread_pool() -> None:
     """Creates a new thread pool of torch in the child of a fork.
 
-    Otherwise the first threads of a load would do so at the same time, and torch then fails now and then
-    ("Invalid thread pool!").
+    Otherwise the first threads of a load would create it at the same time, and torch then fails now and
+    then ("Invalid thread pool!").
     """
     global _pool_process
     if os.getpid() != _pool_process:
