@@ -171,6 +171,7 @@ def kill_quantizations(folder: Path, times: int, chance: random.Random) -> Row:
 def resources() -> tuple[int, int, int]:
     """Returns the number of descriptors, the number of threads, and the resident KiB of this process."""
     gc.collect()
+    time.sleep(0.2)  # a joined thread leaves the system's count a moment later
     status = Path("/proc/self/status").read_text()
     threads, kib = (int(re.search(rf"^{name}:\s+(\d+)", status, re.M)[1]) for name in ("Threads", "VmRSS"))
     return len(os.listdir("/proc/self/fd")), threads, kib
