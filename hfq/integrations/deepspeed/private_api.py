@@ -336,7 +336,9 @@ def _check_storage(model: nn.Module, is_stage_3: bool) -> None:
                 "created.",
                 tensor=module.name,
                 expected="flat buffers in memory",
-                found=", ".join(f"{p.dtype} on {p.device}" for p in module.parameters()),
+                found=", ".join(
+                    f"{p.dtype} on {'disk' if p.is_meta else p.device}" for p in module.parameters()
+                ),
                 fix='Load the model without modules on disk, and with HfqConfig(cpu_memory="private"), or '
                 '"shared" for one copy per node.',
             )

@@ -38,7 +38,7 @@ def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on meta")]
+    ("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on disk")]
 )
 def test_tensors_one_by_one_are_refused(options, found):
     with pytest.raises(SetupError, match=rf"(?s)would cast quantized tensors.*{found}.*cpu_memory=.private"):
