@@ -9,4 +9,4 @@ hfq.HfqConfig  # noqa: B018  (imports what it is defined in)
 assert "peft" not in sys.modules
 import peft
 
-assert hasattr(peft.PeftModel.load_adapter, "__wrapped__")
+assert hasattr(peft.PeftModel.save_pretrained, "__wrapped__")

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hfq.checkpoint.read_plan import ReadPlan
 from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
 from hfq.loading.config import HfqConfig
@@ -101,6 +102,7 @@ class SlicedLoader(ModelLoader):
         self._check_settled()
         self.devices = dict.fromkeys([*self._quantized_names, *self._tensor_names()], self.main)
         read = self.reader.counters.bytes_read - before
+        self.read_plan = ReadPlan(())  # each rank reads its parts, and maps no tensor
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
         self._edit_rules()
         return None
