@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from typing import NoReturn
 
 import torch
@@ -136,3 +137,5 @@ def read_rows_on_demand(weight: UnquantizedParameter, table: EmbeddingTable) -> 
     own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     weight.module.__class__ = type(cls.__name__, bases, own)
     weight.module.hfq_table = table  # type: ignore[assignment]
+    if hasattr(weight.module, "_old_forward"):  # accelerate's hook calls the method of the former class
+        weight.module._old_forward = types.MethodType(type(weight.module).forward, weight.module)  # type: ignore[assignment]
