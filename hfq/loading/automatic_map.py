@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import get_max_memory
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -19,21 +20,32 @@ from hfq.offload.embedding_rows import can_read_rows
 from hfq.offload.unit import UnquantizedParameter
 from hfq.offload.unit_layout import lay_out
 from hfq.placement.budget import Budget, Kind, Unit, plan_devices
-from hfq.placement.device_map import check_device
+from hfq.placement.device_map import check_device, covering_device
+from hfq.placement.multi_device import plan_accelerators
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["computing_device", "gather_units", "map_of", "plan_map"]
+__all__ = ["automatic_limits", "computing_devices", "gather_units", "map_of", "places_of_tied", "plan_map"]
 
 logger = logging.get_logger("hfq")
 
 
-def computing_device(max_memory: Mapping[int | str, int]) -> int | str | None:
-    """Returns the key of `max_memory` for the execution device: its accelerator, else `"cpu"`.
-
-    Returns None if several accelerators share the model.
-    """
+def computing_devices(max_memory: Mapping[int | str, int]) -> list[int | str]:
+    """Returns the keys of the accelerators of `max_memory`, or of the CPU if it has none."""
     accelerators = [key for key, limit in max_memory.items() if key not in ("cpu", "disk") and limit > 0]
-    return None if len(accelerators) > 1 else next(iter(accelerators), "cpu")
+    return accelerators or ["cpu"]
+
+
+def automatic_limits(max_memory: Mapping[int | str, int | str] | None) -> dict[int | str, int]:
+    """Returns the bytes that each device may hold.
+
+    Args:
+        max_memory: As given to `from_pretrained`; None for 90 % of what accelerators have free, as
+            transformers does with one accelerator, and for the available memory of the host.
+    """
+    limits = get_max_memory(None if max_memory is None else dict(max_memory))
+    if max_memory is None:
+        limits = {key: int(limit * 0.9) if isinstance(key, int) else limit for key, limit in limits.items()}
+    return limits
 
 
 def plan_map(
@@ -42,6 +54,7 @@ def plan_map(
     dtypes: Mapping[str, torch.dtype],
     max_memory: Mapping[int | str, int],
     expert_cache_nbytes: int = 0,
+    strategy: str = "auto",
 ) -> tuple[dict[str, Any], Budget]:
     """Plans a device map from the stored bytes and the memory that offloading needs.
 
@@ -49,8 +62,9 @@ def plan_map(
         model: The meta model with its quantized modules.
         match: Places of its tensors in the checkpoint.
         dtypes: Dtype of each unquantized tensor after the load.
-        max_memory: Bytes that each device may hold, with transformers' keys; at most one accelerator.
+        max_memory: Bytes that each device may hold, with transformers' keys.
         expert_cache_nbytes: Size of the cache for offloaded experts, in bytes.
+        strategy: The automatic device map, for several accelerators.
 
     Returns:
         The device map, and the budget that it was planned with.
@@ -58,34 +72,36 @@ def plan_map(
     Raises:
         PlacementError: The model does not fit, or a device is missing.
     """
-    computing = computing_device(max_memory)
-    main = check_device(computing)
-    capacities = {
-        check_device(key): int(limit)
-        for key, limit in max_memory.items()
-        if key in (computing, "cpu", "disk")
-    }
-    budget = plan_devices(gather_units(model, match, dtypes), capacities, main, expert_cache_nbytes)
+    keys = {check_device(key): key for key in [*computing_devices(max_memory), "cpu", "disk"]}
+    capacities = {device: int(max_memory[key]) for device, key in keys.items() if key in max_memory}
+    units, main = gather_units(model, match, dtypes), next(iter(keys))
+    if len(computing_devices(max_memory)) > 1:
+        budget = plan_accelerators(
+            units, capacities, strategy=strategy, expert_cache_nbytes=expert_cache_nbytes
+        )
+    else:
+        budget = plan_devices(units, capacities, main, expert_cache_nbytes)
     logger.info("hfq: placed by max_memory: %s", budget)
-    return map_of(budget, model, computing), budget
+    return map_of(budget, model, keys), budget
 
 
-def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) -> dict[str, Any]:
+def map_of(budget: Budget, model: PreTrainedModel, keys: Mapping[str, int | str]) -> dict[str, Any]:
     """Returns the device map of a budget.
 
-    Modules that the budget does not offload are on `computing`.
+    Args:
+        budget: Device of each unit.
+        model: The model.
+        keys: Value of each execution device in the map.
     """
-    offloaded = {name: device for name, device in budget.devices.items() if device != budget.main}
-    staying = [name for name, device in budget.devices.items() if device == budget.main]
-    device_map: dict[str, Any] = {"": computing, **offloaded}
-    device_map |= {
-        name: computing for name in staying if any(name.startswith(f"{other}.") for other in offloaded)
-    }
+    devices: dict[str, str] = {"": budget.main}
+    for name in sorted(budget.devices, key=lambda name: name.count(".")):  # parents first
+        if name and covering_device(name, devices) != budget.devices[name]:
+            devices[name] = budget.devices[name]
     for target, source in model.all_tied_weights_keys.items():
-        device = offloaded.get(source.rpartition(".")[0])
-        if device is not None:
-            device_map.setdefault(target.rpartition(".")[0], device)
-    return device_map
+        device = covering_device(source.rpartition(".")[0], devices)
+        if device is not None and device != budget.main:
+            devices.setdefault(target.rpartition(".")[0], device)
+    return {name: keys.get(device, device) for name, device in devices.items()}
 
 
 @dataclass
@@ -112,7 +128,7 @@ def gather_units(
         dtypes: Dtype of each unquantized tensor after the load.
     """
     parts: dict[str, _Part] = {"": _Part("fixed", sum(buffer.nbytes for buffer in model.buffers()))}
-    ties, counted_at = model.all_tied_weights_keys, _places_of_tied(model)
+    ties, counted_at = model.all_tied_weights_keys, places_of_tied(model)
     for path, module, around in _walk(model):
         if isinstance(module, QuantizedModule):
             part = parts.setdefault(*_unit(around, path, "other"))
@@ -160,7 +176,7 @@ def _walk(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, K
         yield path, module, around.get(path)
 
 
-def _places_of_tied(model: PreTrainedModel) -> dict[str, str]:
+def places_of_tied(model: PreTrainedModel) -> dict[str, str]:
     """Returns the name that counts the bytes of tied weights, by the name of their source.
 
     It is the last name whose module reads the weights whole.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -28,6 +28,8 @@ class LoadContext:
         ignores_sizes: The argument `ignore_mismatched_sizes`.
         experts_implementation: The argument `experts_implementation`.
         offload_folder: The argument `offload_folder`.
+        max_memory: The argument `max_memory`.
+        strategy: The argument `device_map` if transformers infers the map, else `"auto"`.
         stops_at_meta_model: True if the load ends before it reads weights, for `hfq plan`.
         chooses_attention: True if the user passes `attn_implementation`.
         page_cache_reads: Threads that read the checkpoint into the page cache; None if there are none.
@@ -39,6 +41,8 @@ class LoadContext:
     ignores_sizes: bool = False
     experts_implementation: Any = None
     offload_folder: str | os.PathLike | None = None
+    max_memory: Mapping[int | str, int | str] | None = None
+    strategy: str = "auto"
     stops_at_meta_model: bool = False
     chooses_attention: bool = False
     page_cache_reads: PageCacheReads | None = None

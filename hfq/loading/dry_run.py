@@ -16,8 +16,9 @@ from hfq.loading.kv_layers import activation_sizes, kv_layers
 from hfq.loading.meta_model import load_meta_model
 from hfq.loading.model_loader import ModelLoader
 from hfq.modules.linear import QuantizedLinear
+from hfq.placement.budget import Budget
 from hfq.placement.estimate.best_format import Shapes
-from hfq.placement.estimate.estimate import Estimate, ModelSizes
+from hfq.placement.estimate.estimate import ModelSizes
 from hfq.placement.plan import Plan
 
 __all__ = [
@@ -45,21 +46,11 @@ class PlannedModel:
     sizes: ModelSizes
     uncounted: int
 
-    def device_map(self, estimate: Estimate) -> dict[str, Any]:
+    def device_map(self, budget: Budget) -> dict[str, Any]:
         """Returns the map for `from_pretrained`, with accelerators as numbers."""
-        main = estimate.budget.main
-        computing = int(main.partition(":")[2]) if main.startswith("cuda:") else main
-        return map_of(estimate.budget, self.loading.model, computing)
-
-    def spread_map(self, devices: Mapping[str, str]) -> dict[str, int]:
-        """Returns the map over several accelerators, as numbers.
-
-        Tied weights are on the device of their source.
-        """
-        device_map = {name: int(device.partition(":")[2]) for name, device in devices.items()}
-        for target, source in self.loading.model.all_tied_weights_keys.items():
-            device_map.setdefault(target.rpartition(".")[0], device_map[source.rpartition(".")[0]])
-        return device_map
+        devices = set(budget.executes.values())
+        keys = {device: int(device.partition(":")[2]) for device in devices if device.startswith("cuda:")}
+        return map_of(budget, self.loading.model, keys)
 
     def plan(self, device_map: Mapping[str, Any]) -> Plan:
         """Returns the loader's plan for a map; its devices may be absent from this machine."""

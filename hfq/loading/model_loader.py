@@ -23,7 +23,7 @@ from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import source_config
-from hfq.loading.automatic_map import gather_units, plan_map
+from hfq.loading.automatic_map import gather_units, places_of_tied, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context
@@ -129,7 +129,9 @@ class ModelLoader(LoadState):
         """
         if device_map is not None and max_memory is not None:
             cache = self.config.expert_cache_nbytes or 0
-            device_map, self.budget = plan_map(self.model, self.match, self._dtypes, max_memory, cache)
+            device_map, self.budget = plan_map(
+                self.model, self.match, self._dtypes, max_memory, cache, load_context().strategy
+            )
         self._user_map = dict(device_map) if device_map is not None else None
         names = self._settle_devices(device_map)
         check_present({*self.devices.values(), self.main})
@@ -195,12 +197,16 @@ class ModelLoader(LoadState):
         return names
 
     def _settle_execution(self) -> dict[str, str]:
-        """Returns the execution device of every tensor."""
+        """Returns the execution device of every tensor.
+
+        Tied weights compute where a module reads them whole.
+        """
         ties, owned = self.model.all_tied_weights_keys, dict[str, list[str]]()
+        readers = places_of_tied(self.model)
         for name in self.devices:
-            parents = name.split(".")
+            parents = readers.get(name, name).split(".")
             paths = [".".join(parents[:count]) for count in range(1, len(parents) + 1)]
-            owner = next((path for path in paths if path in self.quantized), name.rpartition(".")[0])
+            owner = next((path for path in paths if path in self.quantized), ".".join(parents[:-1]))
             owned.setdefault(owner, []).append(name)
         units: dict[str, list[str]] = {}
         whole, around = set(self.model._no_split_modules or ()), ""
@@ -318,7 +324,9 @@ class ModelLoader(LoadState):
         cache, read_ahead = self.config.expert_cache_nbytes, OffloadOptions.read_ahead_nbytes
         if self.budget is not None:
             read_ahead = self.budget.read_ahead_nbytes()
-            cache = max(0, self.budget.headroom().get(self.main, 0) - read_ahead) if cache is None else cache
+            left = self.budget.headroom()
+            rooms = [left.get(device, 0) - read_ahead for device in self.budget.executes.values()]
+            cache = max(0, min(rooms, default=0)) if cache is None else cache
         threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
         return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, cache, read_ahead)
 

@@ -14,7 +14,18 @@ from typing import Literal
 
 from hfq.errors import PlacementError
 
-__all__ = ["READ_AHEAD_NBYTES", "Budget", "Unit", "plan_devices", "buffer_nbytes"]
+__all__ = [
+    "READ_AHEAD_NBYTES",
+    "Budget",
+    "Shortage",
+    "Unit",
+    "buffer_nbytes",
+    "find_budget",
+    "layer_buffer_nbytes",
+    "plan_devices",
+    "store_units",
+    "units_leaving",
+]
 
 READ_AHEAD_NBYTES = 192 << 20
 """Bytes that may be prefetched beyond the next unit, where memory allows."""
@@ -59,28 +70,30 @@ class Budget:
 
     Attributes:
         devices: Device of each unit.
-        main: Execution device.
+        executes: Execution device of each unit.
+        main: The first execution device.
         capacities: Bytes that each device may hold; a device without an entry has no limit.
         stored_nbytes: Bytes of weights stored on each device.
         buffers: Bytes of the offload buffer on each device that has one.
-        expert_cache_nbytes: Bytes reserved on the execution device for routed experts.
+        expert_caches: Bytes for routed experts on each execution device that computes offloaded ones.
         onloaded_nbytes: Bytes that one forward pass onloads.
         on_demand_nbytes: Bytes of all offloaded experts, the most that one forward pass onloads of them.
     """
 
     devices: Mapping[str, str]
+    executes: Mapping[str, str]
     main: str
     capacities: Mapping[str, int]
     stored_nbytes: Mapping[str, int]
     buffers: Mapping[str, int]
-    expert_cache_nbytes: int
+    expert_caches: Mapping[str, int]
     onloaded_nbytes: int
     on_demand_nbytes: int
 
     def taken(self, device: str) -> int:
         """Returns the bytes that a device holds, including its offload buffer and its expert cache."""
-        cache = self.expert_cache_nbytes if device == self.main else 0
-        return self.stored_nbytes.get(device, 0) + self.buffers.get(device, 0) + cache
+        parts = (self.stored_nbytes, self.buffers, self.expert_caches)
+        return sum(part.get(device, 0) for part in parts)
 
     def headroom(self) -> dict[str, int]:
         """Returns the unused bytes of each device that has a limit."""
@@ -104,8 +117,8 @@ class Budget:
             else "nothing onloaded per forward pass"
         )
         if self.on_demand_nbytes:
-            cache = f", cache of {self.expert_cache_nbytes:,} B" if self.expert_cache_nbytes else ""
-            parts.append(f"up to {self.on_demand_nbytes:,} B of routed experts{cache}")
+            caches = [f"cache of {nbytes:,} B on {device}" for device, nbytes in self.expert_caches.items()]
+            parts.append(", ".join([f"up to {self.on_demand_nbytes:,} B of routed experts", *caches]))
         return "; ".join(parts)
 
 
@@ -129,25 +142,12 @@ def plan_devices(
     Raises:
         PlacementError: Not even the smallest placement fits; `fix` names limits that do.
     """
-    planned = _plan(units, capacities, main, expert_cache_nbytes)
-    if isinstance(planned, Budget):
-        return planned
     everything = {main: sum(unit.nbytes for unit in units)}
-    ways: list[Mapping[str, int]] = [{**capacities, **planned.way}, {**capacities, **everything}]
-    ways.append({device: limit for device, limit in capacities.items() if device != "disk"})
-    helping = [way for way in ways if isinstance(_plan(units, way, main, expert_cache_nbytes), Budget)]
-    distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
-    raise PlacementError(
-        f"max_memory is too small on {planned.device} for this model, even with full offloading. "
-        f"Nothing was loaded.",
-        expected=f"at least {planned.needed:,} B on {planned.device} ({planned.what})",
-        found=f"{capacities.get(planned.device, 0):,} B",
-        fix=f"Pass {', or '.join(distinct)}, if the machine has that much memory.",
-    )
+    return find_budget(capacities, lambda limits: _plan(units, limits, main, expert_cache_nbytes), everything)
 
 
 @dataclass(frozen=True)
-class _Shortage:
+class Shortage:
     """Reason why a plan fails.
 
     Attributes:
@@ -163,34 +163,103 @@ class _Shortage:
     way: Mapping[str, int]
 
 
-def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache: int) -> Budget | _Shortage:
-    total, limit = sum(unit.nbytes for unit in units), capacities.get(main, 0)
-    offloaded: Sequence[Unit] = ()
-    if total > limit:
-        reserved = cache if any(unit.kind == "experts" for unit in units) else 0
-        leaving = _leaving(units, limit - reserved, _buffer)
-        if isinstance(leaving, int):
-            needed = min(leaving + reserved, total)
-            return _Shortage(
-                main, needed, "weights that cannot be offloaded, and the offload buffer", {main: needed}
-            )
-        offloaded = leaving
-    stored, buffer = offloaded, _buffer(offloaded)
+def find_budget(
+    capacities: Mapping[str, int],
+    plan: Callable[[Mapping[str, int]], Budget | Shortage],
+    everything: Mapping[str, int],
+) -> Budget:
+    """Returns the budget that `plan` finds within these limits.
+
+    Args:
+        capacities: Bytes that each device may hold.
+        plan: Returns a budget, or the reason why there is none.
+        everything: Limits under which no weights are offloaded.
+
+    Raises:
+        PlacementError: There is none; `fix` names limits for which there is one.
+    """
+    planned = plan(capacities)
+    if isinstance(planned, Budget):
+        return planned
+    ways: list[Mapping[str, int]] = [{**capacities, **planned.way}, {**capacities, **everything}]
+    ways.append({device: limit for device, limit in capacities.items() if device != "disk"})
+    helping = [way for way in ways if isinstance(plan(way), Budget)]
+    distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
+    raise PlacementError(
+        f"max_memory is too small on {planned.device} for this model, even with full offloading. "
+        f"Nothing was loaded.",
+        expected=f"at least {planned.needed:,} B on {planned.device} ({planned.what})",
+        found=f"{capacities.get(planned.device, 0):,} B",
+        fix=f"Pass {', or '.join(distinct)}, if the machine has that much memory.",
+    )
+
+
+def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache: int) -> Budget | Shortage:
+    leaving = units_leaving(units, capacities.get(main, 0), cache)
+    if isinstance(leaving, int):
+        what = "weights that cannot be offloaded, and the offload buffer"
+        return Shortage(main, leaving, what, {main: leaving})
+    return store_units(units, capacities, {unit.name: main for unit in units}, leaving, cache)
+
+
+def units_leaving(units: Sequence[Unit], limit: int, cache: int) -> list[Unit] | int:
+    """Returns the units that an execution device cannot keep, or the least limit for it.
+
+    Args:
+        units: Units that it computes, in order.
+        limit: Bytes that it may hold.
+        cache: Bytes of its expert cache, used if experts are offloaded.
+    """
+    total = sum(unit.nbytes for unit in units)
+    if total <= limit:
+        return []
+    reserved = cache if any(unit.kind == "experts" for unit in units) else 0
+    leaving = _leaving(units, limit - reserved, layer_buffer_nbytes)
+    return min(leaving + reserved, total) if isinstance(leaving, int) else leaving
+
+
+def store_units(
+    units: Sequence[Unit],
+    capacities: Mapping[str, int],
+    executes: Mapping[str, str],
+    offloaded: Sequence[Unit],
+    cache: int,
+) -> Budget | Shortage:
+    """Stores offloaded units on the CPU, and what does not fit there on disk.
+
+    Args:
+        units: Units of the model, in the order in which they compute.
+        capacities: Bytes that each device may hold.
+        executes: Execution device of each unit.
+        offloaded: Units that their execution devices do not keep.
+        cache: Bytes of the expert cache of each execution device that computes offloaded experts.
+    """
+    parts = {
+        device: [unit for unit in offloaded if executes[unit.name] == device]
+        for device in {*executes.values()}
+    }
+    order = dict.fromkeys(executes.values())
+    buffers = {device: nbytes for device in order if (nbytes := layer_buffer_nbytes(parts[device]))}
+    main = next(iter(order), "cpu")
+    stored, through = offloaded, sum(buffers.values())
     if main != "cpu" and "cpu" in capacities:
-        leaving = _leaving(offloaded, capacities["cpu"], lambda streamed: buffer if streamed else 0)
+        leaving = _leaving(offloaded, capacities["cpu"], lambda streamed: through if streamed else 0)
         if isinstance(leaving, int):
-            return _Shortage(
+            return Shortage(
                 "cpu", leaving, "the offload buffer between disk and accelerator", {"cpu": leaving}
             )
         stored = leaving
     on_disk = sum(unit.nbytes for unit in stored)
     if on_disk > capacities.get("disk", math.inf):
-        stored_on_host = {"cpu": sum(unit.nbytes for unit in offloaded)} if main != "cpu" else {main: total}
-        return _Shortage("disk", on_disk, "weights that fit on no other device", stored_on_host)
-    buffers = {main: buffer} if buffer else {}
+        host = "cpu" if main != "cpu" else main
+        held = offloaded if main != "cpu" else units
+        way = {host: sum(unit.nbytes for unit in held)}
+        return Shortage("disk", on_disk, "weights that fit on no other device", way)
     if main != "cpu" and any(unit.is_offloaded for unit in stored):
-        buffers["cpu"] = buffer
-    return _account(units, capacities, main, offloaded, stored, buffers, cache)
+        buffers["cpu"] = through
+    caching = dict.fromkeys(executes[unit.name] for unit in offloaded if unit.kind == "experts")
+    caches = dict.fromkeys(caching, cache) if cache else {}
+    return _account(units, capacities, executes, main, offloaded, stored, buffers, caches)
 
 
 def _leaving(
@@ -261,7 +330,7 @@ def buffer_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
     return max(least, min(least + read_ahead_nbytes, sum(sizes) // 2))
 
 
-def _buffer(units: Sequence[Unit]) -> int:
+def layer_buffer_nbytes(units: Sequence[Unit]) -> int:
     """Returns the bytes of the offload buffer of these units, across consecutive forward passes."""
     return buffer_nbytes([unit.unit_onloaded_nbytes for unit in units if unit.is_offloaded])
 
@@ -269,13 +338,14 @@ def _buffer(units: Sequence[Unit]) -> int:
 def _account(
     units: Sequence[Unit],
     capacities: Mapping[str, int],
+    executes: Mapping[str, str],
     main: str,
     offloaded: Sequence[Unit],
     stored: Sequence[Unit],
     buffers: Mapping[str, int],
-    cache: int,
+    caches: Mapping[str, int],
 ) -> Budget:
-    devices = {unit.name: main for unit in units}
+    devices = dict(executes)
     devices |= {unit.name: "cpu" for unit in offloaded}
     devices |= {unit.name: "disk" for unit in stored}
     stored_nbytes: Counter[str] = Counter()
@@ -283,9 +353,8 @@ def _account(
         stored_nbytes[devices[unit.name]] += unit.nbytes
     experts = sum(unit.nbytes for unit in offloaded if unit.kind == "experts")
     moved = sum(unit.unit_onloaded_nbytes for unit in offloaded if unit.is_offloaded)
-    return Budget(
-        devices, main, dict(capacities), dict(stored_nbytes), buffers, cache if experts else 0, moved, experts
-    )
+    held = dict(stored_nbytes)
+    return Budget(devices, dict(executes), main, dict(capacities), held, buffers, caches, moved, experts)
 
 
 def _as_max_memory(capacities: Mapping[str, int]) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "AUTOMATIC",
     "check_device",
     "check_present",
+    "covering_device",
     "execution_device",
     "execution_devices",
     "execution_map",
@@ -66,7 +67,7 @@ def resolve_devices(
             problems=[f"{key!r}.{nearest(key, known)}" for key in unknown],
             fix="Use full module names.",
         )
-    resolved = {name: _device(name, devices) for name in names}
+    resolved = {name: covering_device(name, devices) for name in names}
     uncovered = [name for name, device in resolved.items() if device is None]
     if uncovered:
         raise PlacementError(
@@ -247,7 +248,7 @@ def leaf_map(
     result: dict[str, str] = {}
     for path in modules:
         if path and not any(parent in result for parent in _ancestors(path)):
-            found = below.get(path) or {_device(path, device_map) or main}
+            found = below.get(path) or {covering_device(path, device_map) or main}
             if len(found) == 1:
                 result[path] = next(iter(found))
     for name, device in executes.items():
@@ -256,7 +257,8 @@ def leaf_map(
     return {name: int(device.partition(":")[2] or 0) for name, device in result.items()}
 
 
-def _device(name: str, devices: Mapping[str, str]) -> str | None:
+def covering_device(name: str, devices: Mapping[str, str]) -> str | None:
+    """Returns the device of the longest key that is the name or a dotted ancestor of it."""
     key = name
     while True:
         if key in devices:

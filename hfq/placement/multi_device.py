@@ -1,84 +1,228 @@
-"""Placement over several accelerators without offloading, in contiguous parts of the model.
+"""Placement over several accelerators, with CPU memory and disk where they are too small.
 
-Parts are as even as limits allow. Pure data.
+Each accelerator computes one contiguous part of the model. Pure data.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from hfq.errors import PlacementError
-from hfq.placement.budget import Unit
+from hfq.placement.budget import Budget, Shortage, Unit, find_budget, store_units, units_leaving
 
-__all__ = ["Spread", "assign_units"]
+__all__ = ["plan_accelerators"]
 
-
-@dataclass(frozen=True)
-class Spread:
-    """A device for every unit, and the memory that this requires.
-
-    Attributes:
-        devices: Device of each unit.
-        stored_nbytes: Bytes of weights on each device.
-        kv: Bytes of the KV cache on each device.
-    """
-
-    devices: Mapping[str, str]
-    stored_nbytes: Mapping[str, int]
-    kv: Mapping[str, int]
+_EVEN = (1, 1.1, 1.25, 1.5, math.inf)
+"""Sizes of the parts that are tried in turn, as multiples of an even part."""
 
 
-def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, activations: int) -> Spread:
-    """Assigns units to accelerators in model order.
+def plan_accelerators(
+    units: Sequence[Unit],
+    capacities: Mapping[str, int],
+    *,
+    strategy: str = "auto",
+    expert_cache_nbytes: int = 0,
+    layer_nbytes: int = 0,
+    device_nbytes: int = 0,
+) -> Budget:
+    """Assigns to every unit an execution device and a device that stores it.
 
-    The KV cache is placed with its layers; every device holds activations.
+    Accelerators that can hold the model together hold parts as even as their limits allow. `"sequential"`
+    fills each before the next; `"balanced_low_0"` gives the first only what the others cannot hold.
+    Accelerators that are too small offload. The one that offloads the most offloads as little as possible,
+    since all of them onload side by side. The CPU stores what is offloaded, and disk the rest.
+
+    The first layer of each part stays on its accelerator, so that a device map alone says where each unit
+    computes (`hfq.placement.device_map.execution_devices`). If no accelerator can keep a layer, the largest
+    one computes the whole model.
 
     Args:
         units: Units of the model, in the order in which they compute.
-        capacities: Bytes that each accelerator may hold, in the order in which they are filled.
-        kv: Bytes of the whole KV cache.
-        activations: Bytes of activations on each device.
+        capacities: Bytes that each device may hold, the accelerators in the order of their parts. A missing
+            `"disk"` has no limit; a missing `"cpu"` holds nothing.
+        strategy: An automatic device map: `"auto"`, `"balanced"`, `"balanced_low_0"`, or `"sequential"`.
+        expert_cache_nbytes: Bytes of the cache for routed experts on each accelerator, used if it computes
+            offloaded experts.
+        layer_nbytes: Bytes that a decoder layer needs on its execution device besides its weights, such as
+            its KV cache.
+        device_nbytes: Bytes that each accelerator needs besides, such as activations.
 
     Raises:
-        PlacementError: The accelerators together are too small.
+        PlacementError: The model does not fit; `fix` names limits that do.
     """
+
+    def plan(limits: Mapping[str, int]) -> Budget | Shortage:
+        parts = _Parts(_group(units), limits, expert_cache_nbytes, layer_nbytes, device_nbytes)
+        found = parts.resident(strategy) or parts.offloaded()
+        return parts.alone() if found is None else parts.store(found)
+
+    first = next(device for device in capacities if device not in ("cpu", "disk"))
     blocks = sum(unit.kind == "block" for unit in units)
-    share = -(-kv // max(blocks, 1))
-    sizes = [unit.nbytes + share * (unit.kind == "block") for unit in units]
-    rooms = {device: capacity - activations for device, capacity in capacities.items()}
-    even = sum(sizes) / max(len(rooms), 1)
-    for target in (even, even * 1.1, even * 1.25, even * 1.5, float("inf")):
-        devices = _assign(units, sizes, {device: min(room, target) for device, room in rooms.items()})
-        if devices is not None:
-            break
-    else:
-        raise PlacementError(
-            "The model does not fit on these accelerators together. Nothing was loaded.",
-            expected=f"at least {sum(sizes):,} B of memory",
-            found=f"{sum(max(room, 0) for room in rooms.values()):,} B after activations of {activations:,} "
-            f"B on each",
-            fix="Add an accelerator, or offload with one accelerator and --cpu.",
-        )
-    stored_nbytes: Counter[str] = Counter()
-    cached: Counter[str] = Counter()
+    needed = sum(unit.nbytes for unit in units) + layer_nbytes * blocks + device_nbytes
+    return find_budget(capacities, plan, {first: needed})
+
+
+def _group(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Returns the units in groups, such as a decoder layer and its experts, in order."""
+    groups: list[list[Unit]] = []
     for unit in units:
-        stored_nbytes[devices[unit.name]] += unit.nbytes
-        cached[devices[unit.name]] += share * (unit.kind == "block")
-    return Spread(devices, dict(stored_nbytes), dict(cached))
+        last = groups[-1][0].name if groups else ""
+        if last and (unit.name.startswith(f"{last}.") or last.startswith(f"{unit.name}.")):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return groups
 
 
-def _assign(units: Sequence[Unit], sizes: Sequence[int], rooms: Mapping[str, float]) -> dict[str, str] | None:
-    remaining = iter(rooms.items())
-    device, room = next(remaining)
-    devices: dict[str, str] = {}
-    for unit, nbytes in zip(units, sizes, strict=True):
-        while nbytes > room:
-            following = next(remaining, None)
-            if following is None:
-                return None
-            device, room = following
-        room -= nbytes
-        devices[unit.name] = device
-    return devices
+class _Part(NamedTuple):
+    """Groups that one accelerator computes, from `start` to before `end`."""
+
+    device: str
+    start: int
+    end: int
+
+
+@dataclass
+class _Parts:
+    """Search for the part of each accelerator.
+
+    Attributes:
+        groups: Units that are not divided between accelerators, in order.
+        capacities: Bytes that each device may hold.
+        cache: Bytes of an expert cache.
+        layer_nbytes: Bytes of each decoder layer besides its weights.
+        device_nbytes: Bytes of each accelerator besides its layers.
+    """
+
+    groups: Sequence[Sequence[Unit]]
+    capacities: Mapping[str, int]
+    cache: int
+    layer_nbytes: int
+    device_nbytes: int
+    _leaving: dict[_Part, list[Unit] | int] = field(default_factory=dict)
+
+    @property
+    def accelerators(self) -> list[str]:
+        usable = (device for device, limit in self.capacities.items() if limit > 0)
+        return [device for device in usable if device not in ("cpu", "disk")]
+
+    def units(self, part: _Part) -> list[Unit]:
+        return [unit for group in self.groups[part.start : part.end] for unit in group]
+
+    def extra(self, part: _Part) -> int:
+        """Returns the bytes that a part needs besides weights."""
+        blocks = sum(unit.kind == "block" for unit in self.units(part))
+        return self.device_nbytes + self.layer_nbytes * blocks
+
+    def leaving(self, part: _Part) -> list[Unit] | int:
+        """Returns the units that the accelerator of a part cannot keep, or the least limit for it."""
+        if part not in self._leaving:
+            extra = self.extra(part)
+            found = units_leaving(self.units(part), self.capacities[part.device] - extra, self.cache)
+            self._leaving[part] = found + extra if isinstance(found, int) else found
+        return self._leaving[part]
+
+    def offloaded_nbytes(self, part: _Part) -> float:
+        """Returns the bytes that are offloaded, infinite if the part is not possible."""
+        leaving = self.leaving(part)
+        if isinstance(leaving, int):
+            return math.inf
+        first = next((unit for unit in self.units(part) if unit.kind in ("block", "other")), None)
+        if first is not None and first in leaving:
+            return math.inf
+        return sum(unit.nbytes for unit in leaving if unit.kind != "embedding")
+
+    def resident(self, strategy: str) -> list[_Part] | None:
+        """Returns parts of which nothing is offloaded; None if there are none."""
+        devices = self.accelerators
+        multiples = (math.inf,) if strategy == "sequential" else _EVEN
+        total = sum(map(self._group_nbytes, self.groups))
+        for names in [devices[1:], devices] if strategy == "balanced_low_0" else [devices]:
+            for multiple in multiples:
+                limits = [min(total, total / max(len(names), 1) * multiple)] * len(names)
+                found = self._divide(names, limits, self._held_nbytes)
+                if found is not None:
+                    return found
+        return None
+
+    def _group_nbytes(self, group: Sequence[Unit]) -> int:
+        return sum(unit.nbytes for unit in group) + self.layer_nbytes * _blocks(group)
+
+    def _held_nbytes(self, part: _Part) -> float:
+        nbytes = sum(unit.nbytes for unit in self.units(part)) + self.extra(part)
+        return nbytes - self.device_nbytes if nbytes <= self.capacities[part.device] else math.inf
+
+    def offloaded(self) -> list[_Part] | None:
+        """Returns the parts of which as little as possible is offloaded; None if there are none."""
+        devices = self.accelerators
+
+        def divide(limits: Sequence[float]) -> list[_Part] | None:
+            return self._divide(devices, limits, self.offloaded_nbytes)
+
+        def is_enough(index: int, limit: float) -> bool:
+            return divide([*limits[:index], limit, *limits[index + 1 :]]) is not None
+
+        sizes = [sum(unit.nbytes for unit in group) for group in self.groups]
+        layers = [size for group, size in zip(self.groups, sizes, strict=True) if _blocks(group)]
+        step = max(1, min(layers, default=1) // 2)
+        most = _least(sum(sizes), step, lambda limit: divide([limit] * len(devices)) is not None)
+        limits = [most] * len(devices)
+        for index in range(len(devices)):  # the first ones may need less than the most
+            limits[index] = _least(most, step, functools.partial(is_enough, index))
+        return divide(limits)
+
+    def _divide(
+        self, devices: Sequence[str], limits: Sequence[float], cost: Callable[[_Part], float]
+    ) -> list[_Part] | None:
+        """Returns the longest possible parts, each of at most this cost; None if groups are left."""
+        parts, start = [], 0
+        for device, limit in zip(devices, limits, strict=True):
+            end = start
+            least, most = start, len(self.groups)
+            while least < most:
+                end = (least + most + 1) // 2
+                if cost(_Part(device, start, end)) <= limit:
+                    least = end
+                else:
+                    most = end - 1
+            if least > start:
+                parts.append(_Part(device, start, least))
+            start = least
+        return parts if start == len(self.groups) else None
+
+    def alone(self) -> Budget | Shortage:
+        """Returns the budget of the largest accelerator alone, or why there is none."""
+        devices = self.accelerators or list(self.capacities)
+        device = max(devices, key=lambda name: self.capacities[name])
+        part = _Part(device, 0, len(self.groups))
+        leaving = self.leaving(part)
+        if isinstance(leaving, int):
+            what = "weights that cannot be offloaded, and the offload buffer"
+            return Shortage(device, leaving, what, {device: leaving})
+        return self.store([part])
+
+    def store(self, parts: Sequence[_Part]) -> Budget | Shortage:
+        """Returns the budget of these parts, or the device that is too small for it."""
+        executes = {unit.name: part.device for part in parts for unit in self.units(part)}
+        offloaded = [unit for part in parts for unit in self.leaving(part)]  # type: ignore[union-attr]
+        units = [unit for group in self.groups for unit in group]
+        return store_units(units, self.capacities, executes, offloaded, self.cache)
+
+
+def _blocks(group: Sequence[Unit]) -> int:
+    return sum(unit.kind == "block" for unit in group)
+
+
+def _least(most: float, step: int, holds: Callable[[float], bool]) -> float:
+    """Returns a limit that holds, at most `step` above the least one, or `most`."""
+    least = -1.0
+    while most - least > step:
+        middle = (least + most) // 2
+        if holds(middle):
+            most = middle
+        else:
+            least = middle
+    return most

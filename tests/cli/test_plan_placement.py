@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from hfq.errors import PlacementError
 from hfq.placement.estimate.profile import Profile, Zero3Rates
 from tests.support import tiny_models
 
@@ -64,6 +65,16 @@ def test_several_accelerators_hold_the_model_alone():
         sum(device["weights_nbytes"] for device in planned["devices"].values())
         == report("--cpu", "1GB")["devices"]["cpu"]["weights_nbytes"]
     )
+
+
+def test_several_accelerators_offload_what_they_cannot_hold():
+    planned = report("--gpu", "520kB×2", "--cpu", "2MB", "--max-model-len", 16)
+    assert planned["devices"]["cpu"]["weights_nbytes"] > 0
+    for device in planned["devices"].values():
+        assert device["total_nbytes"] <= device["capacity_nbytes"]
+    small = run("--gpu", "60kB×2", "--cpu", "2MB", "--max-model-len", 16)
+    assert isinstance(small.exception, PlacementError)
+    assert "--gpu" in small.exception.fix
 
 
 def test_a_named_profile_predicts(tmp_path):

@@ -139,8 +139,8 @@ def test_experts_leave_before_blocks(capacity, gone, left):
 def test_the_cache_of_experts_is_reserved_where_they_leave():
     budget = plan_devices(MOE, {"cpu": 140}, "cpu", expert_cache_nbytes=11)
     assert away(budget) == on_disk("b1.experts", "b2.experts")
-    assert (budget.expert_cache_nbytes, budget.headroom()) == (11, {"cpu": 9})
-    assert plan_devices(MOE, {"cpu": 200}, "cpu", expert_cache_nbytes=11).expert_cache_nbytes == 0
+    assert (sum(budget.expert_caches.values()), budget.headroom()) == (11, {"cpu": 9})
+    assert plan_devices(MOE, {"cpu": 200}, "cpu", expert_cache_nbytes=11).expert_caches == {}
 
 
 def test_what_is_fixed_never_leaves():
@@ -184,7 +184,7 @@ def test_it_prints_every_number():
     text = str(plan_devices(MOE, {"cuda:0": 55, "cpu": 100}, "cuda:0", expert_cache_nbytes=5))
     assert text == (
         "cuda:0: 50 B of weights, 0 B left; disk: 70 B of weights; cpu: 80 B of weights, 20 B left; "
-        "nothing onloaded per forward pass; up to 120 B of routed experts, cache of 5 B"
+        "nothing onloaded per forward pass; up to 120 B of routed experts, cache of 5 B on cuda:0"
     )
     assert "cpu: 28 B of weights and an offload buffer of 20 B, 0 B left" in str(
         plan_devices(LLAMA, {"cpu": 48}, "cpu")

@@ -73,7 +73,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     profile = _profile(options, model)
     free = available_memory() if profile.is_measured else None
     estimate = estimate_placement(model.sizes, hardware, workload, profile, free)
-    device_map = model.device_map(estimate)
+    device_map = model.device_map(estimate.budget)
     weights = model.weights_by_device(device_map, estimate.budget.main)
     limits = {
         device: nbytes
@@ -122,29 +122,39 @@ def _with_unit(parts: Mapping[str, int | None]) -> dict[str, int | None]:
 
 
 def _spread(options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+    from hfq.errors import PlacementError
     from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
     from hfq.placement.launch_configs import accelerate_yaml
-    from hfq.placement.multi_device import assign_units
+    from hfq.placement.multi_device import plan_accelerators
 
-    sizes = model.sizes
+    sizes, capacities = model.sizes, hardware.capacities()
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     activations = activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
-    capacities = {
-        device: nbytes for device, nbytes in hardware.capacities().items() if device.startswith("cuda")
-    }
-    spread = assign_units(sizes.units, capacities, kv, activations)
-    device_map = model.spread_map(spread.devices)
-    weights = model.weights_by_device(device_map, hardware.main)
+    blocks = {unit.name for unit in sizes.units if unit.kind == "block"}
+    share = -(-kv // max(len(blocks), 1))
+    try:
+        budget = plan_accelerators(sizes.units, capacities, layer_nbytes=share, device_nbytes=activations)
+    except PlacementError as error:
+        raise PlacementError(
+            "The model does not fit on these devices together.",
+            expected=error.expected,
+            found=error.found,
+            fix="Pass --gpu, --cpu, or --disk with more memory, or a shorter --max-model-len.",
+        ) from error
+    device_map = model.device_map(budget)
+    weights = model.weights_by_device(device_map, budget.main)
     devices = {}
     for device, capacity in capacities.items():
+        computes = device.startswith("cuda")
         parts = {
             "weights": weights.get(device, 0),
-            "buffer": 0,
-            "experts": 0,
-            "kv_cache": spread.kv.get(device, 0),
+            "buffer": budget.buffers.get(device, 0),
+            "experts": budget.expert_caches.get(device, 0),
+            "kv_cache": share * sum(budget.executes[name] == device for name in blocks),
+            "activations": activations if computes else 0,
         }
-        parts |= {"activations": activations}
-        devices[device] = _with_unit(parts | {"total": sum(parts.values()), "capacity": capacity})
+        if computes or any(parts.values()):
+            devices[device] = _with_unit(parts | {"total": sum(parts.values()), "capacity": capacity})
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
     return {
         "devices": devices,

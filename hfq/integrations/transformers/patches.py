@@ -319,6 +319,8 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         ignores_sizes=bool(kwargs.get("ignore_mismatched_sizes")),
         experts_implementation=kwargs.get("experts_implementation"),
         offload_folder=kwargs.get("offload_folder"),
+        max_memory=kwargs.get("max_memory"),
+        strategy=kwargs["device_map"] if isinstance(kwargs.get("device_map"), str) else "auto",
         chooses_attention=chooses_attention,
     )
     whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.recipe is not None else checkpoint

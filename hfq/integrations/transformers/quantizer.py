@@ -62,16 +62,15 @@ class HfqQuantizer(HfQuantizer):
         """Keeps the memory limits of an automatic device map, to plan once a map is inferred.
 
         transformers' own plan does not count the offload buffer. It is told that the whole model fits on the
-        execution device, so that it neither plans nor warns. It plans several accelerators without offloading
-        itself.
+        execution device, so that it neither plans nor warns.
         """
-        from hfq.loading.automatic_map import computing_device
+        from hfq.loading.automatic_map import automatic_limits, computing_devices
 
-        computing = computing_device(max_memory)
-        if computing is None:
-            return max_memory
+        computing = computing_devices(max_memory)
+        if len(computing) > 1:  # transformers lowers these limits to parts of the unquantized model
+            max_memory = automatic_limits(load_context().max_memory)
         self._max_memory = dict(max_memory)
-        return {computing: _UNLIMITED}
+        return {computing[0]: _UNLIMITED}
 
     def update_device_map(self, device_map: Any) -> Any:
         """Returns a copy of the user's map.

@@ -106,7 +106,7 @@ class Estimate:
             found[device] = {
                 "weights": weights.get(device, 0),
                 "buffer": self.buffer.get(device, 0),
-                "experts": budget.expert_cache_nbytes if is_main else 0,
+                "experts": budget.expert_caches.get(device, 0),
                 "kv_cache": self.kv if is_main else 0,
                 "activations": self.activations if is_main else 0,
             }
