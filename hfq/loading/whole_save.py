@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -61,18 +62,37 @@ def staged_save(folder: str | os.PathLike) -> Iterator[str]:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Moves the weights first and the configs last. Removes shards of an older save."""
+    """Moves the weights first and the configs last. Removes files of an older save that they replace."""
+    mode = _mode_of_new_files(source)
     files = sorted(source.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
         if file.is_dir():
             shutil.copytree(file, target / file.name, dirs_exist_ok=True)
         else:
+            os.chmod(file, mode)  # safetensors writes files that only the user can read
             os.replace(file, target / file.name)
     written = {file.name for file in files}
     stems = {_stem(name) for name in written if name.endswith(".safetensors")}
+    replaced = {name for stem in stems for name in (f"{stem}.safetensors", _index_name(stem))}
     for file in target.iterdir():
-        if _SHARD.fullmatch(file.name) and file.name not in written and _stem(file.name) in stems:
+        is_shard = _SHARD.fullmatch(file.name) is not None and _stem(file.name) in stems
+        if (is_shard or file.name in replaced) and file.name not in written:
             file.unlink()
+
+
+def _mode_of_new_files(folder: Path) -> int:
+    """Returns the permissions that the umask gives to a new file."""
+    probe = folder / ".mode"
+    with open(probe, "xb") as stream:
+        mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+    probe.unlink()
+    return mode
+
+
+def _index_name(stem: str) -> str:
+    """Returns the name of the index of shards, as transformers names it: a variant comes last."""
+    base, _, variant = stem.partition(".")
+    return f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
 
 
 def _stem(name: str) -> str:
