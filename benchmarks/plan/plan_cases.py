@@ -104,7 +104,7 @@ def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -
     )
     buffer = estimate.buffer.get("cpu", 0)
     work = dataclasses.replace(estimate.work, is_cached=placement != DIRECT)
-    planned = _planned(model, model.device_map(estimate), buffer)
+    planned = _planned(model, model.device_map(estimate.budget), buffer)
     return Case(placement, planned, measure_devices(loaded), work, Decoder(loaded))
 
 
