@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hfq.checkpoint import Checkpoint
@@ -14,7 +14,14 @@ from hfq.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from hfq.loading.page_cache import PageCacheReads
 
-__all__ = ["LoadContext", "load_context", "opened_checkpoint", "remember_checkpoint", "within_load"]
+__all__ = [
+    "LoadContext",
+    "load_context",
+    "opened_checkpoint",
+    "remember_checkpoint",
+    "remember_plan",
+    "within_load",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class LoadContext:
         strategy: The argument `device_map` if transformers infers the map, else `"auto"`.
         stops_at_meta_model: True if the load ends before it reads weights, for `hfq plan`.
         chooses_attention: True if the user passes `attn_implementation`.
+        planned: Planned bytes of weights by device; empty before the load is planned.
         page_cache_reads: Threads that read the checkpoint into the page cache; None if there are none.
     """
 
@@ -45,6 +53,7 @@ class LoadContext:
     strategy: str = "auto"
     stops_at_meta_model: bool = False
     chooses_attention: bool = False
+    planned: Mapping[str, int] = field(default_factory=dict)
     page_cache_reads: PageCacheReads | None = None
 
 
@@ -70,6 +79,11 @@ def within_load(**changes: Any) -> Iterator[LoadContext]:
 def remember_checkpoint(checkpoint: Checkpoint) -> None:
     """Stores the validated checkpoint in the context of the current load."""
     _current.set(replace(_current.get(), checkpoint=checkpoint))
+
+
+def remember_plan(planned: Mapping[str, int]) -> None:
+    """Stores the planned bytes of weights by device in the context of the current load."""
+    _current.set(replace(_current.get(), planned=planned))
 
 
 def opened_checkpoint(files: list[str]) -> Checkpoint:

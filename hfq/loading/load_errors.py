@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from hfq.errors import CheckpointError, HfqError, SetupError, error_of_limit, nearest
+import torch
 
-__all__ = ["as_hfq_error"]
+from hfq.errors import CheckpointError, HfqError, PlacementError, SetupError, error_of_limit, nearest
+from hfq.loading.context import load_context
+
+__all__ = ["as_hfq_error", "naming_accelerators"]
 
 _ARGUMENTS = (
     "attn_implementation",
@@ -27,6 +31,52 @@ _ARGUMENTS = (
     "variant",
 )
 """Arguments of `from_pretrained` that a misspelled one may have meant."""
+
+
+@contextmanager
+def naming_accelerators(path: Any) -> Iterator[None]:
+    """A context manager for a load, which names accelerators that are full or fail.
+
+    Raises:
+        PlacementError: An accelerator has too little memory.
+        SetupError: An accelerator reports an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, (torch.OutOfMemoryError, torch.AcceleratorError)):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise _full(path, cause) from error
+        if cause is not None:
+            raise SetupError(
+                "The accelerator failed during the load. Nothing was loaded.",
+                file=path,
+                found=f"{type(cause).__name__}: {str(cause).strip()}",
+                fix="Start a new process. If the error returns, check the device and its driver.",
+            ) from error
+        raise
+
+
+def _full(path: Any, error: torch.OutOfMemoryError) -> PlacementError:
+    planned = load_context().planned
+    devices = [f"{kind}:{index}" for kind, index in _accelerators()]
+    held = [f"{name}: {torch.accelerator.memory_allocated(name):,} B held" for name in devices]
+    return PlacementError(
+        "An accelerator has too little memory for this load. Nothing was loaded.",
+        file=path,
+        expected="; ".join(f"{name}: {planned.get(name, 0):,} B of weights planned" for name in devices),
+        found="; ".join([str(error).strip(), *held]),
+        fix='Free its memory, or pass device_map="auto" with max_memory below the free bytes of each device.',
+    )
+
+
+def _accelerators() -> Iterator[tuple[str, int]]:
+    """Yields kind and index of each accelerator that torch finds."""
+    found = torch.accelerator.current_accelerator()
+    if found is not None:
+        yield from ((found.type, index) for index in range(torch.accelerator.device_count()))
 
 
 def as_hfq_error(path: Any, error: Exception, arguments: Mapping[str, Any], is_local: bool) -> HfqError:

@@ -26,7 +26,7 @@ from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import gather_units, places_of_tied, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
-from hfq.loading.context import load_context
+from hfq.loading.context import load_context, remember_plan
 from hfq.loading.dequantize import dequantize_model
 from hfq.loading.mapped_tensors import MappedTensors
 from hfq.loading.matching.match import match_model
@@ -143,6 +143,7 @@ class ModelLoader(LoadState):
             self._prepare(name)
         self._hidden |= offloaded
         self.plan = self._make_plan(names)
+        remember_plan(self.plan.nbytes_by_device())
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             self._load_rows()
         return None if device_map is None else self._execution_map(device_map)

@@ -62,7 +62,7 @@ def staged_save(folder: str | os.PathLike) -> Iterator[str]:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Moves the weights first and the configs last. Removes files of an older save that they replace."""
+    """Moves the weights first, the configs last; removes files of an older save."""
     mode = _mode_of_new_files(source)
     files = sorted(source.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:

@@ -59,7 +59,7 @@ from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.custom_code import refusing_custom_code
-from hfq.loading.load_errors import as_hfq_error
+from hfq.loading.load_errors import as_hfq_error, naming_accelerators
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
@@ -326,7 +326,7 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.recipe is not None else checkpoint
     try:
         cache = filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory)
-        with context, _one_load, cache, refusing_custom_code(path):
+        with context, _one_load, cache, refusing_custom_code(path), naming_accelerators(path):
             _renew_thread_pool()
             return load(path)
     except HfqError:

@@ -78,7 +78,9 @@ class Queue {
       std::lock_guard<std::mutex> lock(failure_.mutex);
       error.swap(failure_.text);
     }
-    TORCH_CHECK(error.empty(), "simulated accelerator, in earlier work: ", error);
+    if (!error.empty())
+      throw c10::AcceleratorError(
+          {__func__, __FILE__, __LINE__}, 1, "simulated accelerator, in earlier work: " + error);
   }
 
   void wake() {  // after a change of the delays
