@@ -97,6 +97,7 @@ class AcceleratorCopyStream:
             target = torch.empty_like(memory, device=self._device)
             target.copy_(memory, non_blocking=True)
         self._stream.record_event().synchronize()
+        target.record_stream(self._compute_stream())  # the caller may free it while the device computes
         return target
 
     def mark(self) -> torch.Event:
