@@ -180,7 +180,6 @@ class _Parts:
         """Returns the longest possible parts, each of at most this cost; None if groups are left."""
         parts, start = [], 0
         for device, limit in zip(devices, limits, strict=True):
-            end = start
             least, most = start, len(self.groups)
             while least < most:
                 end = (least + most + 1) // 2
@@ -195,8 +194,8 @@ class _Parts:
 
     def alone(self) -> Budget | Shortage:
         """Returns the budget of the largest accelerator alone, or why there is none."""
-        devices = self.accelerators or list(self.capacities)
-        device = max(devices, key=lambda name: self.capacities[name])
+        accelerators = (name for name in self.capacities if name not in ("cpu", "disk"))
+        device = max(accelerators, key=lambda name: self.capacities[name])
         part = _Part(device, 0, len(self.groups))
         leaving = self.leaving(part)
         if isinstance(leaving, int):

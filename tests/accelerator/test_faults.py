@@ -6,23 +6,12 @@ import pytest
 import torch
 
 from hfq.errors import HfqError, PlacementError, SetupError
+from tests.support.accelerator_maps import MIXED
 from tests.support.models import GPTQ, load
 
 pytestmark = pytest.mark.accelerator
 
-LAYERS = [f"model.layers.{index}" for index in range(4)]
-MAPS = {
-    "1": {"": "sim:0"},
-    "1+cpu+disk": {"": "sim:0", LAYERS[1]: "cpu", LAYERS[2]: "disk", LAYERS[3]: "disk"},
-    "2+cpu+disk": {
-        "": "sim:0",
-        LAYERS[1]: "cpu",
-        LAYERS[2]: "sim:1",
-        LAYERS[3]: "disk",
-        "model.norm": "sim:1",
-        "lm_head": "sim:1",
-    },
-}
+MAPS = {"1": {"": "sim:0"}, **MIXED}
 KINDS = {"copy": SetupError, "allocation": PlacementError}
 
 
@@ -82,9 +71,8 @@ def test_the_error_of_a_full_device_names_its_bytes(sim, tokens):
     assert "device 1 is out of memory" in caught.value.found
 
 
-@pytest.mark.parametrize(
-    ("placement", "kind"), [("1", "copy"), *((placement, "allocation") for placement in MAPS)]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("placement", MAPS)
 def test_a_forward_pass_that_fails_raises_and_the_next_is_right(sim, tokens, expected, placement, kind):
     model, failures = load(GPTQ, MAPS[placement]), []
     for count in range(1, 51):

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from tests.support.accelerator_maps import LAYERS
 from tests.support.models import GPTQ, load
 
 pytestmark = pytest.mark.accelerator
 
-LAYERS = [f"model.layers.{index}" for index in range(4)]
 HEAD = {"model.embed_tokens": "sim:0", "lm_head": "sim:0"}
 MAPS = {
     "1": {"": "sim:0"},

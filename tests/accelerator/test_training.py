@@ -4,22 +4,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tests.support.accelerator_maps import MIXED
 from tests.support.models import GPTQ, load
 
 pytestmark = pytest.mark.accelerator
 
-LAYERS = [f"model.layers.{index}" for index in range(4)]
-MAPS = {
-    "1+cpu+disk": {"": "sim:0", LAYERS[1]: "cpu", LAYERS[2]: "disk", LAYERS[3]: "disk"},
-    "2+cpu+disk": {
-        "": "sim:0",
-        LAYERS[1]: "cpu",
-        LAYERS[2]: "sim:1",
-        LAYERS[3]: "disk",
-        "model.norm": "sim:1",
-        "lm_head": "sim:1",
-    },
-}
 ORDERS = {
     "eager": {},
     "lazy": {"default": "lazy", "others": "lazy"},
@@ -55,10 +44,10 @@ def expected(sim, request):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("placement", MAPS)
+@pytest.mark.parametrize("placement", MIXED)
 def test_steps_are_equal_to_those_on_one_device(sim, expected, placement, order):
     is_checkpointed, values = expected
     with sim.streams(**ORDERS[order]):
-        found = train(MAPS[placement], is_checkpointed)
+        found = train(MIXED[placement], is_checkpointed)
     assert len(found) == len(values) > 10
     assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))

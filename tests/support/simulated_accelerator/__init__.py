@@ -204,7 +204,8 @@ class SimulatedModule:
     def fail(self, copy: int = 0, allocation: int = 0) -> None:
         """Makes a later copy or allocation fail; 0 cancels.
 
-        An error on a device is raised once, when the host next waits for any of its streams.
+        Like an error of CUDA, a failed copy is raised whenever the host waits for a point of its stream after
+        it; unlike there, another call of this function ends that, for what is queued after the call.
 
         Args:
             copy: The n-th copy between host and device from now fails when the device executes it.

@@ -30,19 +30,12 @@ struct Delay {
 };
 inline Delay delays[2];
 
-// The error of a device, until the host waits for any of its streams.
-struct Failure {
-  std::mutex mutex;
-  std::string text;
-};
-inline Failure* const failures = new Failure[MOST_DEVICES];
-
 using Time = std::chrono::steady_clock::time_point;
 
 class Queue {
  public:
   Queue(int device, int index)
-      : failure_(failures[device]), dice_(device * STREAMS + index), delay_(delays[index != 0]) {
+      : dice_(device * STREAMS + index), delay_(delays[index != 0]) {
     std::thread([this] { run(); }).detach();
   }
 
@@ -71,16 +64,21 @@ class Queue {
     changed_.wait(lock, [&] { return done_ >= serial; });
   }
 
-  void wait(uint64_t serial) {  // waits, on behalf of the host; raises the error of the device
+  void wait(uint64_t serial) {  // waits, on behalf of the host; raises the error of a task up to there
     reach(serial);
-    std::string error;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [failed, error] : errors_)
+      if (failed <= serial && (failed > forgiven_ || serial <= forgiven_))
+        throw c10::AcceleratorError(
+            {__func__, __FILE__, __LINE__}, 1, "simulated accelerator, in earlier work: " + error);
+  }
+
+  void forgive() {  // tasks given from now on are not affected by earlier errors
     {
-      std::lock_guard<std::mutex> lock(failure_.mutex);
-      error.swap(failure_.text);
+      std::lock_guard<std::mutex> lock(mutex_);
+      forgiven_ = given_;
     }
-    if (!error.empty())
-      throw c10::AcceleratorError(
-          {__func__, __FILE__, __LINE__}, 1, "simulated accelerator, in earlier work: " + error);
+    give([] {});  // a wait for all that was given is a later wait, too
   }
 
   void wake() {  // after a change of the delays
@@ -109,12 +107,9 @@ class Queue {
         error = e.what();
       }
       work = nullptr;
-      if (!error.empty()) {
-        std::lock_guard<std::mutex> failed(failure_.mutex);
-        if (failure_.text.empty()) failure_.text = error;
-      }
       lock.lock();
       ++done_;
+      if (!error.empty()) errors_.emplace_back(done_, error);
       changed_.notify_all();
     }
   }
@@ -122,8 +117,8 @@ class Queue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
-  uint64_t given_ = 0, done_ = 0, demanded_ = 0;
-  Failure& failure_;
+  uint64_t given_ = 0, done_ = 0, demanded_ = 0, forgiven_ = 0;
+  std::vector<std::pair<uint64_t, std::string>> errors_;  // of tasks, by their serial numbers
   std::minstd_rand dice_;
   Delay& delay_;
 };

@@ -588,7 +588,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_capacity", [](int index, size_t nbytes) { device_of(index).capacity = nbytes; });
   m.def("capacity", [](int index) { return device_of(index).capacity; });
-  m.def("fail", [](int64_t copy, int64_t allocation) { faults.copy = copy, faults.allocation = allocation; });
+  m.def("fail", [](int64_t copy, int64_t allocation) {
+    faults.copy = copy, faults.allocation = allocation;
+    for (int index = 0; index < device_count; ++index)
+      for (Queue* queue : devices[index].queues)
+        if (queue) queue->forgive();
+  });
   m.def("set_delay", set_delay);
   m.def("fill_fresh_memory", [](bool fills) { fills_fresh_memory = fills; });
   m.def("take_counts", take_counts);
