@@ -9,6 +9,7 @@ from typing import Literal
 
 __all__ = [
     "DTYPE_BITS",
+    "DEVICE_ALIGNMENT",
     "SEGMENT_ALIGNMENT",
     "ByteRange",
     "ByteRuns",
@@ -49,6 +50,9 @@ DTYPE_BITS = {
 
 SEGMENT_ALIGNMENT = 16
 """Alignment in bytes of each segment in a flat buffer."""
+
+DEVICE_ALIGNMENT = 256
+"""Alignment in bytes of each tensor in the memory of an accelerator, as its own allocations have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +181,22 @@ class Segment:
     shape: tuple[int, ...]
 
 
-def segment_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[dict[str, Segment], int]:
+def segment_layout(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], alignment: int = SEGMENT_ALIGNMENT
+) -> tuple[dict[str, Segment], int]:
     """Computes the offsets of tensors in one flat buffer, in the given order.
 
     Args:
         tensors: (name, dtype, shape) of each tensor.
+        alignment: Each segment starts at a multiple of so many bytes.
 
     Returns:
-        The segment of each name, and the size of the whole buffer in bytes. Each segment starts on a 16-byte
-        boundary.
+        The segment of each name, and the size of the whole buffer in bytes, a multiple of `alignment`.
     """
     segments, end = {}, 0
     for name, dtype, shape in tensors:
-        offset = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        offset = -(-end // alignment) * alignment
         nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
         segments[name] = Segment(offset, nbytes, dtype, tuple(shape))
         end = offset + nbytes
-    return segments, -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+    return segments, -(-end // alignment) * alignment

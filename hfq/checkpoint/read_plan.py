@@ -8,11 +8,18 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from hfq.tensor_spec import ByteRange, Segment, TensorInfo, segment_layout
+from hfq.tensor_spec import (
+    DEVICE_ALIGNMENT,
+    SEGMENT_ALIGNMENT,
+    ByteRange,
+    Segment,
+    TensorInfo,
+    segment_layout,
+)
 
 __all__ = ["BUFFER_ALIGNMENT", "ReadBuffer", "ReadPlan", "Request", "ModuleRead", "coalesce", "plan_reads"]
 
-BUFFER_ALIGNMENT = 256
+BUFFER_ALIGNMENT = DEVICE_ALIGNMENT
 """Alignment in bytes of each flat buffer in a read buffer."""
 
 _GAP = 64 << 10
@@ -28,6 +35,7 @@ class ReadBuffer:
         name: Its name in the plan.
         nbytes: Its size.
         kind: `private` and `shared` (by the processes of a node) buffers stay; a `staging` buffer is reused.
+        is_pinned: True if accelerators copy from the buffer.
         gap: The most bytes between two tensors in a file that one request reads together.
     """
 
@@ -35,6 +43,7 @@ class ReadBuffer:
     nbytes: int
     kind: Literal["private", "shared", "staging"]
     gap: int = _GAP
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class ModuleRead:
         infos: The stored tensors, by checkpoint name.
         buffer: For `read`: the name of the buffer.
         offset: For `read`: the offset of the flat buffer in it.
+        alignment: Alignment in bytes of each tensor in the flat buffer.
     """
 
     name: str
@@ -58,11 +68,13 @@ class ModuleRead:
     infos: Mapping[str, TensorInfo]
     buffer: str = ""
     offset: int = 0
+    alignment: int = SEGMENT_ALIGNMENT
 
     @cached_property
     def layout(self) -> tuple[dict[str, Segment], int]:
         """The segments of the tensors in the flat buffer, and its bytes."""
-        return segment_layout((local, info.dtype, info.shape) for local, info in self.infos.items())
+        tensors = ((local, info.dtype, info.shape) for local, info in self.infos.items())
+        return segment_layout(tensors, self.alignment)
 
     @property
     def position(self) -> tuple[str, int]:

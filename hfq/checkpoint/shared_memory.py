@@ -41,7 +41,7 @@ _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EROFS, err
 
 
 class SharedMemory:
-    """A private copy-on-write map of bytes that the processes of a node share.
+    """A map of bytes that the processes of a node share.
 
     It is released by `close`, when its memory is no longer used, or when the process ends. The map stays
     valid
@@ -52,14 +52,20 @@ class SharedMemory:
         was_filled: True if this process filled it.
     """
 
-    def __init__(self, descriptor: int, path: Path, nbytes: int, was_filled: bool) -> None:
-        flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    def __init__(self, descriptor: int, path: Path, nbytes: int, was_filled: bool, is_private: bool) -> None:
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
         self.memory, self.was_filled = mmap.mmap(descriptor, nbytes, flags=flags, prot=protection), was_filled
         self.close = weakref.finalize(self.memory, _leave, descriptor, path, os.getpid())
 
     @classmethod
     def open(
-        cls, key: str, nbytes: int, fill: Callable[[memoryview], None], folder: str | os.PathLike = _FOLDER
+        cls,
+        key: str,
+        nbytes: int,
+        fill: Callable[[memoryview], None],
+        folder: str | os.PathLike = _FOLDER,
+        is_private: bool = True,
     ) -> SharedMemory | None:
         """Opens the shared memory of a key: the first process fills it, and all others wait.
 
@@ -69,6 +75,7 @@ class SharedMemory:
             fill: Writes all bytes into the memory it receives. Its error is raised here, and nothing is left
                 behind.
             folder: The folder of the node's shared memory.
+            is_private: True for a copy-on-write map. Pinning such a map would copy its pages.
 
         Returns:
             The shared memory; None, with a warning, if there is no room, no shared memory, or no free name.
@@ -82,7 +89,7 @@ class SharedMemory:
             for number in range(_MOST_NAMES):
                 path = Path(folder, f"hfq-{os.getuid()}-{key}{f'-{number}' if number else ''}")
                 try:
-                    return cls._open_at(path, nbytes, fill)
+                    return cls._open_at(path, nbytes, fill, is_private)
                 except _Taken as error:
                     logger.warning("hfq: shared memory cannot use the name %s: %s", path, error)
         except _NoRoom as error:
@@ -98,16 +105,18 @@ class SharedMemory:
         return None
 
     @classmethod
-    def _open_at(cls, path: Path, nbytes: int, fill: Callable[[memoryview], None]) -> SharedMemory:
+    def _open_at(
+        cls, path: Path, nbytes: int, fill: Callable[[memoryview], None], is_private: bool
+    ) -> SharedMemory:
         part = path.with_name(f"{path.name}.part")
         _clean(path, part)
         while True:
-            buffer = cls._join(path, nbytes) or cls._make(path, part, nbytes, fill)
+            buffer = cls._join(path, nbytes, is_private) or cls._make(path, part, nbytes, fill, is_private)
             if buffer is not None:
                 return buffer
 
     @classmethod
-    def _join(cls, path: Path, nbytes: int) -> SharedMemory | None:
+    def _join(cls, path: Path, nbytes: int, is_private: bool) -> SharedMemory | None:
         """Returns the complete shared memory, or None if there is none or it was removed meanwhile."""
         try:
             descriptor = _open_own(path, os.O_RDWR)
@@ -120,13 +129,13 @@ class SharedMemory:
                 return None
             if os.fstat(descriptor).st_size != nbytes:
                 raise _Taken(f"it has {os.fstat(descriptor).st_size} bytes instead of {nbytes}")
-            buffer = cls(descriptor, path, nbytes, False)
+            buffer = cls(descriptor, path, nbytes, False, is_private)
             undo.pop_all()
         return buffer
 
     @classmethod
     def _make(
-        cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]
+        cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None], is_private: bool
     ) -> SharedMemory | None:
         """Returns the shared memory, filled here.
 
@@ -147,7 +156,7 @@ class SharedMemory:
             _fill(descriptor, nbytes, fill)
             os.rename(part, path)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            buffer = cls(descriptor, path, nbytes, True)
+            buffer = cls(descriptor, path, nbytes, True, is_private)
             undo.pop_all()
         return buffer
 

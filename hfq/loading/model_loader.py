@@ -236,7 +236,7 @@ class ModelLoader(LoadState):
         return checkpoint, config._source if config._source is not None else source_config(checkpoint)
 
     def _load_rows(self) -> None:
-        self.read_plan, self.read_report = load_quantized_weights(self, self._hidden)
+        self.read_plan, self.read_report, self.pinned = load_quantized_weights(self, self._hidden)
 
     def gather_units(self) -> list[Unit]:
         """Returns the units that a device map can place separately, with their bytes."""
@@ -281,7 +281,7 @@ class ModelLoader(LoadState):
             module.onload_to(self._execution_device_of(module.name))
         if units or on_demand:
             self.offloader = Offloader(
-                units, self.reader, self.main, on_demand, self._offload_options(), self.model
+                units, self.reader, self.main, on_demand, self._offload_options(), self.model, self.pinned
             )
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
@@ -465,7 +465,7 @@ class ModelLoader(LoadState):
             elif name not in self.model.all_tied_weights_keys:
                 tensor, info = state[name], self.match.unquantized.get(name)
                 nbytes = tensor.numel() * tensor.element_size()
-                if device == "disk" and info is not None:
+                if (device == "disk" or device != execution_device) and info is not None:
                     nbytes = info.nbytes
                 entries.append(PlanEntry(name, device, execution_device, nbytes, False))
         return Plan(tuple(entries))

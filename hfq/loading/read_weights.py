@@ -1,9 +1,9 @@
 """Reading of quantized weights by a read plan, and the summary of a load.
 
 Weights on disk stay there; only their small tensors are read and checked. Weights on the CPU are mapped if
-they are aligned, and otherwise read into one buffer. Weights on an accelerator pass through a staging buffer
-of limited size. Mapped weights that are not in the page cache are read into it, so that they are in memory
-when the load returns.
+they are aligned, and otherwise read into one buffer. Those from which an accelerator copies are read into
+pinned memory. Weights on an accelerator pass through a staging buffer of limited size. Mapped weights that
+are not in the page cache are read into it, so that they are in memory when the load returns.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 from transformers.utils import logging
 
@@ -32,7 +34,9 @@ from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import huge_buffer
-from hfq.tensor_spec import ByteRange
+from hfq.offload.pinned_memory import can_pin_in_place, pin_in_place, pinned_memory
+from hfq.offload.pinned_weights import PinnedWeights
+from hfq.tensor_spec import DEVICE_ALIGNMENT, ByteRange, TensorInfo
 
 __all__ = ["ReadReport", "load_quantized_weights", "log_summary", "plan_weight_reads", "progress_bar"]
 
@@ -41,6 +45,7 @@ logger = logging.get_logger("hfq")
 _CHECKS = "checks"
 _PRIVATE = "cpu"
 _SHARED = "shared"
+_PINNED = "pinned"
 _THREADS, _NETWORK_THREADS = 4, 16
 _SMALL = 64 << 20
 _LOCAL_COUNTS = (
@@ -84,7 +89,9 @@ class ReadReport:
         )
 
 
-def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
+def load_quantized_weights(
+    loading: LoadState, hidden: Collection[str]
+) -> tuple[ReadPlan, ReadReport, PinnedWeights | None]:
     """Reads every quantized module to its device, and checks the values of its small tensors.
 
     Args:
@@ -92,7 +99,7 @@ def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple
         hidden: Names of the tensors that transformers does not see.
 
     Returns:
-        The read plan, and the report of its execution.
+        The read plan, the report of its execution, and the weights in pinned memory, if there are any.
 
     Raises:
         PlacementError: `cpu_memory="mmap"` or `"shared"` is not possible.
@@ -118,9 +125,10 @@ def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple
             loading.quantized[read.name].hold(map_tensors(reader, read.infos))
     counters, mapped = reader.counters, sum(source.nbytes for source in plan.mapped)
     seconds = time.perf_counter() - started
-    return plan, ReadReport(
+    report = ReadReport(
         seconds, mapped, counters.populated, counters.bytes_read, filler.shared_nbytes, threads
     )
+    return plan, report, filler.pinned
 
 
 def log_summary(loading: LoadState, seconds: float) -> None:
@@ -160,8 +168,12 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
         else ""
     )
     for name, module in loading.quantized.items():
-        device = loading.devices[f"{name}.{next(iter(module.infos))}"]
-        read = _planned(name, device, module, loading.config.cpu_memory, why_read, copies)
+        first = f"{name}.{next(iter(module.infos))}"
+        device, why_pinned = loading.devices[first], _why_pinned(loading, first)
+        if why_pinned:
+            read = _pinned(name, why_pinned, module.infos)
+        else:
+            read = _planned(name, device, module, loading.config.cpu_memory, why_read, copies)
         reads.append(read)
         if read.how != "read":
             small = {
@@ -175,6 +187,7 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
         ReadBuffer(_CHECKS, 0, "staging", gap=0),  # gap=0, since the bytes between small tensors are codes
         ReadBuffer(_PRIVATE, 0, "private"),
         ReadBuffer(_SHARED, 0, "shared"),
+        ReadBuffer(_PINNED, 0, _pinned_kind(loading, is_sharing), is_pinned=True),
         *(ReadBuffer(device, 0, "staging") for device in accelerators),
     ]
     return plan_reads([*_dense_rows(loading, hidden), *reads], buffers)
@@ -187,7 +200,8 @@ def _planned(
     if device == "disk":
         return ModuleRead(name, device, "disk", "read when the module computes", infos)
     if device != "cpu":
-        return ModuleRead(name, device, "read", f"copied to {device} from a staging buffer", infos, device)
+        why = f"copied to {device} from a staging buffer"
+        return ModuleRead(name, device, "read", why, infos, device, alignment=DEVICE_ALIGNMENT)
     if cpu_memory == "mmap" and not is_aligned:
         raise PlacementError(
             "A quantized module cannot be mapped from its file. Nothing was loaded.",
@@ -206,17 +220,53 @@ def _planned(
     return ModuleRead(name, device, "mapped", "aligned, shared through the page cache", infos)
 
 
-def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[ModuleRead]:
-    """Yields the reads of unquantized tensors, which hfq does not load.
+def _why_pinned(loading: LoadState, name: str) -> str:
+    """Returns why a tensor is read to pinned memory, or an empty text if it is not."""
+    executes = loading.executes.get(name, loading.main)
+    is_pinned = loading.devices.get(name) == "cpu" != executes and loading.config.cpu_memory != "mmap"
+    return f"copied to {executes} from pinned memory" if is_pinned else ""
 
-    transformers maps those that are not on disk.
+
+def _pinned_kind(loading: LoadState, is_sharing: bool) -> Literal["private", "shared"]:
+    """Returns whether the processes of a node share the memory from which accelerators copy.
+
+    Raises:
+        PlacementError: `cpu_memory="shared"` is not possible with these accelerators.
+    """
+    devices = _accelerators(loading)
+    if not is_sharing or can_pin_in_place(devices):
+        return "shared" if is_sharing else "private"
+    if loading.config.cpu_memory == "shared":
+        raise PlacementError(
+            "The weights cannot be in shared memory beside this accelerator. Nothing was loaded.",
+            expected="an accelerator that can pin existing memory, such as a CUDA device",
+            found=", ".join(map(str, devices)),
+            fix='Pass HfqConfig(cpu_memory="auto"): each process then keeps its own copy.',
+        )
+    return "private"
+
+
+def _accelerators(loading: LoadState) -> list[torch.device]:
+    return [torch.device(name) for name in sorted({*loading.executes.values()} - {"cpu"})]
+
+
+def _pinned(name: str, why: str, infos: Mapping[str, TensorInfo]) -> ModuleRead:
+    return ModuleRead(name, "cpu", "read", why, infos, _PINNED, alignment=DEVICE_ALIGNMENT)
+
+
+def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[ModuleRead]:
+    """Yields the reads of unquantized tensors.
+
+    transformers maps those that are neither on disk nor in pinned memory.
     """
     stored = {name: {name: info} for name, info in loading.match.unquantized.items()}
     for name, parts in loading.match.merged.items():
         stored[name] = {f"{name} from {part}": loading.checkpoint.tensors[part] for part in parts}
     for name, infos in stored.items():
-        device = loading.devices.get(name, loading.main)
-        if name in hidden:
+        device, why_pinned = loading.devices.get(name, loading.main), _why_pinned(loading, name)
+        if name in hidden and why_pinned:
+            yield _pinned("", why_pinned, infos)
+        elif name in hidden:
             yield ModuleRead("", device, "disk", "read when the module computes", infos)
         else:
             yield ModuleRead("", device, "mapped", "mapped by transformers", infos)
@@ -232,26 +282,39 @@ class _Filler:
         self._plan = plan
         self._threads = threads
         self._progress = progress
-        # numpy arrays are buffers
-        self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]
+        self._staging = _bytes(huge_buffer(plan.staging))
         self.shared_nbytes = 0
+        self.pinned: PinnedWeights | None = None
 
     def fill(self, buffer: ReadBuffer) -> None:
         """Reads a buffer, and passes its parts to the modules."""
         memory = self._shared(buffer) if buffer.kind == "shared" else self._own(buffer)
-        for read in self._plan.reads_into(buffer.name):
-            self._give(read, memory, stays=buffer.kind != "staging")
+        reads = self._plan.reads_into(buffer.name)
+        if buffer.is_pinned:
+            self.pinned = PinnedWeights(torch.frombuffer(memory, dtype=torch.uint8))
+            for read in reads:
+                for local, info in read.infos.items():
+                    self.pinned.add(info, read.offset + read.layout[0][local].offset)
+        for read in reads:
+            if read.name:
+                self._give(read, memory, stays=buffer.kind != "staging")
 
     def _own(self, buffer: ReadBuffer) -> memoryview:
-        is_staging = buffer.kind == "staging"
-        memory = self._staging if is_staging else memoryview(huge_buffer(buffer.nbytes).numpy())  # type: ignore[arg-type]
+        if buffer.kind == "staging":
+            memory = self._staging
+        elif buffer.is_pinned:
+            memory = _bytes(pinned_memory(buffer.nbytes, _accelerators(self._loading), is_in_background=True))
+        else:
+            memory = _bytes(huge_buffer(buffer.nbytes))
         self._read(buffer, memory)
         return memory
 
     def _shared(self, buffer: ReadBuffer) -> memoryview:
         key = _identity(self._plan, buffer, self._loading.reader)
         shared = (
-            SharedMemory.open(key, buffer.nbytes, lambda memory: self._read(buffer, memory))
+            SharedMemory.open(
+                key, buffer.nbytes, lambda memory: self._read(buffer, memory), is_private=not buffer.is_pinned
+            )
             if buffer.nbytes
             else None
         )
@@ -268,7 +331,10 @@ class _Filler:
         if not shared.was_filled:  # another process read it
             self._progress(sum(request.source.nbytes for request in self._plan.requests[buffer.name]))
         self.shared_nbytes += buffer.nbytes
-        return memoryview(shared.memory)
+        if not buffer.is_pinned:
+            return memoryview(shared.memory)
+        memory = np.frombuffer(shared.memory, np.uint8)
+        return _bytes(pin_in_place(memory, _accelerators(self._loading), is_in_background=True))
 
     def _read(self, buffer: ReadBuffer, memory: memoryview) -> None:
         read_into_buffer(self._plan, buffer.name, memory, self._loading.reader, self._threads, self._progress)
@@ -297,6 +363,10 @@ class _Filler:
 
 def _nothing() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(memory: torch.Tensor) -> memoryview:
+    return memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
 
 
 def _worth_bringing_in(plan: ReadPlan, reader: Reader) -> list[ByteRange]:

@@ -11,6 +11,7 @@ from hfq.checkpoint.read_plan import ReadPlan
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.pinned_weights import PinnedWeights
 from hfq.placement.plan import Plan
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class LoadState:
         plan: Device and bytes of every tensor.
         read_plan: Source and destination of every quantized tensor.
         read_report: Bytes, seconds, and threads that the read plan took.
+        pinned: Weights from which accelerators copy, in pinned memory; None if there are none.
     """
 
     model: PreTrainedModel
@@ -49,6 +51,7 @@ class LoadState:
     plan: Plan
     read_plan: ReadPlan
     read_report: ReadReport
+    pinned: PinnedWeights | None
 
     def describe_formats(self) -> str:
         """Returns the distinct formats of the model in one line."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
+import contextlib
 from typing import Any, Protocol
 
 import torch
 
-from hfq.kernels.cuda import host_memory
 from hfq.offload.clock import Clock, EventClock, HostClock
+from hfq.offload.host_memory import huge_buffer
+from hfq.offload.pinned_memory import pinned_memory
 from hfq.offload.unit_layout import PAGE
 
 __all__ = ["AcceleratorCopyStream", "CopyStream", "SynchronousCopyStream", "clock_of", "copy_stream_to"]
@@ -23,11 +24,11 @@ class CopyStream(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns device memory: uint8 [nbytes]."""
 
-    def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        """Pins host memory, so that copies run while the device computes; returns it."""
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """Returns pinned host memory that starts at a page, for long use: uint8 [nbytes]."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Returns pinned host memory for a short use: uint8 [nbytes]."""
+        """Returns pinned host memory that starts at a page, for a short use: uint8 [nbytes]."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Starts a copy; copies finish in the order of their starts."""
@@ -48,10 +49,13 @@ class CopyStream(Protocol):
         """Makes later computation wait for a mark of the copies."""
 
     def is_past(self, mark: Any) -> bool:
-        """Returns True if the device has reached a mark."""
+        """Returns True if the device has reached a mark, also if work before it failed."""
 
-    def synchronize(self, mark: Any) -> None:
-        """Waits on the host for a mark of the copies."""
+    def has_failed(self, mark: Any) -> bool:
+        """Returns True if the device has reached a mark, and work before it failed."""
+
+    def finish(self, mark: Any) -> None:
+        """Waits on the host for a mark of the copies; an error of them is not raised here."""
 
     def clock(self) -> Clock:
         """Returns the clock of copies and computation."""
@@ -60,15 +64,13 @@ class CopyStream(Protocol):
 class AcceleratorCopyStream:
     """A separate stream of an accelerator, with events.
 
-    Memory is pinned once, and nothing is allocated afterwards. It uses the interface that torch has for every
+    It uses the interface that torch has for every
     accelerator (`torch.Stream`, `torch.Event`). It is tested on a simulated accelerator, and has not run on a
     GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
-        self._pinned: list[torch.Tensor] = []
-        weakref.finalize(self, _unpin, self._pinned, self._stream)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -77,16 +79,14 @@ class AcceleratorCopyStream:
         memory.record_stream(self._stream)  # a model may be dropped during a copy to this memory
         return memory
 
-    def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return _pinned_copy(memory)
-        if host_memory.pin(memory, self._device):
-            self._pinned.append(memory)
-        return memory
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return pinned_memory(nbytes, [self._device])
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
+            first = -whole.data_ptr() % PAGE
+            return whole[first : first + nbytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._stream:
@@ -113,34 +113,27 @@ class AcceleratorCopyStream:
         self._compute_stream().wait_event(mark)
 
     def is_past(self, mark: torch.Event) -> bool:
-        return mark.query()
+        try:
+            return mark.query()
+        except RuntimeError:
+            return True
 
-    def synchronize(self, mark: torch.Event) -> None:
-        mark.synchronize()
+    def has_failed(self, mark: torch.Event) -> bool:
+        try:
+            mark.query()
+        except RuntimeError:
+            return True
+        return False
+
+    def finish(self, mark: torch.Event) -> None:
+        with contextlib.suppress(RuntimeError):
+            mark.synchronize()
 
     def clock(self) -> Clock:
         return EventClock(self._device, self._stream)
 
     def _compute_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
-
-
-def _pinned_copy(memory: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in pinned memory that starts at a page, as direct reads require."""
-    if not memory.numel():
-        return memory
-    with torch.inference_mode(False):
-        whole = torch.empty(memory.numel() + PAGE, dtype=torch.uint8, pin_memory=True)
-        first = -whole.data_ptr() % PAGE
-        return whole[first : first + memory.numel()].copy_(memory)
-
-
-def _unpin(pinned: list[torch.Tensor], stream: torch.Stream) -> None:
-    """Unpins memory before it is unmapped, once nothing is copied from it any more."""
-    if pinned:
-        stream.synchronize()
-    while pinned:
-        host_memory.unpin(pinned.pop())
 
 
 class SynchronousCopyStream:
@@ -153,8 +146,8 @@ class SynchronousCopyStream:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return huge_buffer(nbytes, is_touched=True)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -180,7 +173,10 @@ class SynchronousCopyStream:
     def is_past(self, mark: None) -> bool:
         return True
 
-    def synchronize(self, mark: None) -> None: ...
+    def has_failed(self, mark: None) -> bool:
+        return False
+
+    def finish(self, mark: None) -> None: ...
 
     def clock(self) -> Clock:
         return HostClock()

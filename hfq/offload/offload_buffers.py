@@ -14,6 +14,7 @@ from hfq.offload.byte_source import CHUNK_NBYTES, Source
 from hfq.offload.clock import Clock, HostClock
 from hfq.offload.copy_stream import CopyStream
 from hfq.offload.host_memory import huge_buffer, touches_buffers
+from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.recorder import Recorder
 from hfq.offload.unit_layout import PAGE, Run, UnitLayout
@@ -21,6 +22,9 @@ from hfq.placement.budget import buffer_nbytes
 from hfq.tensor_spec import ByteRange
 
 __all__ = ["AcceleratorBuffers", "HostBuffers", "OffloadBuffers"]
+
+Move = tuple[int, int, int]
+"""A copy of (offset in staging memory, offset in the buffer, bytes)."""
 
 
 class OffloadBuffers(ABC):
@@ -215,19 +219,19 @@ class HostBuffers(OffloadBuffers):
 
 
 class AcceleratorBuffers(OffloadBuffers):
-    """Offload buffers of units that are read to pinned host memory and copied to an accelerator.
+    """Offload buffers of units that are copied to an accelerator from pinned host memory.
 
-    Each chunk is copied as soon as it is read. Units in host memory are read once, during the load, and
-    copied
-    from there for every forward pass.
+    What is on disk is read to staging memory, and each chunk is copied as soon as it is read. What is stored
+    in pinned memory is copied from there. The host waits for reads, but not for copies: the computation on
+    the device waits for them.
 
     Args:
-        layouts: The layout of each unit.
+        layouts: The layout of each unit on the device.
         units: The units that use the buffers.
         source: Reads the checkpoint.
         pool: The reader threads.
         copy_stream: Copies to the accelerator.
-        resident: The units that are stored in host memory.
+        pinned: The weights that are stored in pinned memory; None if there are none.
         read_ahead_nbytes: The most bytes read ahead beyond the next unit, on the device and on the host.
     """
 
@@ -238,31 +242,29 @@ class AcceleratorBuffers(OffloadBuffers):
         source: Source,
         pool: Pool,
         copy_stream: CopyStream,
-        resident: Collection[int] = (),
+        pinned: PinnedWeights | None = None,
         read_ahead_nbytes: int = 0,
     ) -> None:
         super().__init__(layouts, units, source, pool, copy_stream.empty, read_ahead_nbytes)
         self._copy_stream = copy_stream
-        read = [layouts[unit].nbytes for unit in units if unit not in resident]
+        read = [layouts[unit].read_nbytes for unit in units if layouts[unit].runs]
         self._host = BufferAllocator(buffer_nbytes(read, read_ahead_nbytes))
-        self._staging = copy_stream.pin(huge_buffer(self._host.nbytes, is_touched=True))
-        self._resident = {index: copy_stream.pin(self._read_once(layouts[index])) for index in resident}
+        self._staging = copy_stream.staging(self._host.nbytes)
+        self._pinned = {unit: [] if pinned is None else pinned.copies(layouts[unit]) for unit in units}
+        self._chunks = {unit: _chunks_with_copies(layouts[unit]) for unit in units}
         self._copied: dict[int, object] = {}
         self._computed: dict[int, list[object]] = {}  # one mark of each stream that computed with the unit
 
     def nbytes_by_device(self) -> dict[str, int]:
         return {"cpu": self._staging.numel(), str(self.buffer.device): self.buffer.numel()}
 
-    @property
-    def resident_nbytes(self) -> int:
-        """The pinned host bytes of the units that are stored there."""
-        return sum(memory.numel() for memory in self._resident.values())
-
     def clock(self) -> Clock:
         return self._copy_stream.clock()
 
     def start_ahead(self, unit: int, kept: Collection[int]) -> bool:
-        can_read = self._is_started(unit) or unit in self._resident or self._find_staging(unit) is not None
+        can_read = (
+            self._is_started(unit) or not self.layouts[unit].runs or self._find_staging(unit) is not None
+        )
         return can_read and self.start(unit, kept)
 
     def take(self, unit: int) -> torch.Tensor:
@@ -283,31 +285,32 @@ class AcceleratorBuffers(OffloadBuffers):
         super().reset()
         self._host.clear()
 
+    def _is_started(self, unit: int) -> bool:
+        has_failed = unit in self._copied and self._copy_stream.has_failed(self._copied[unit])
+        return super()._is_started(unit) and not has_failed
+
     def _lost(self, unit: int) -> None:
         self._copied[unit] = (
             self._copy_stream.mark()
         )  # also after the copies of a ticket that was cancelled half-way
         for mark in self._computed.pop(unit, ()):
-            self._copy_stream.copy_after(mark)
+            if not self._copy_stream.is_past(mark):
+                self._copy_stream.copy_after(mark)
 
     def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
-        layout, copy_stream = self.layouts[unit], self._copy_stream
-
         def finish() -> None:
-            for source, target, nbytes in layout.copies:
-                self._copy(unit, buffer[target : target + nbytes], buffer[source : source + nbytes])
-            self._copied[unit] = copy_stream.mark()
-            copy_stream.synchronize(
-                self._copied[unit]
-            )  # in this reader thread; a failed copy fails the ticket
+            for place, memory in self._pinned[unit]:
+                self._copy(unit, buffer[place : place + memory.numel()], memory)
+            self._copied[unit] = self._copy_stream.mark()
 
-        if unit in self._resident:
-            return Ticket([lambda: self._copy(unit, buffer, self._resident[unit])], finish)
-        staging = self._staging_for(unit)
-        memory, jobs = _memory(staging), []
-        for run in layout.runs:
-            for wanted, offset in run.chunks(CHUNK_NBYTES):
-                jobs.append(self._moving(unit, wanted, offset, staging, memory, buffer))
+        if not self.layouts[unit].runs:
+            return Ticket([], finish)
+        staging, copied = self._staging_for(unit)
+        memory = _memory(staging)
+        jobs = [
+            self._moving(unit, chunk, offset, moves, staging, memory, buffer, copied)
+            for chunk, offset, moves in self._chunks[unit]
+        ]
         return Ticket(jobs, finish)
 
     def _moving(
@@ -315,15 +318,18 @@ class AcceleratorBuffers(OffloadBuffers):
         unit: int,
         wanted: ByteRange,
         offset: int,
+        moves: Sequence[Move],
         staging: torch.Tensor,
         memory: memoryview,
         buffer: torch.Tensor,
+        copied: Sequence[object],
     ) -> Callable[[], None]:
         def job() -> None:
+            for mark in copied:
+                self._copy_stream.finish(mark)
             self.source.read(wanted, memory[offset:])
-            self._copy(
-                unit, buffer[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes]
-            )
+            for source, target, nbytes in moves:
+                self._copy(unit, buffer[target : target + nbytes], staging[source : source + nbytes])
 
         return job
 
@@ -332,25 +338,40 @@ class AcceleratorBuffers(OffloadBuffers):
         with contextlib.nullcontext() if recorder is None else recorder.copying(unit, target.numel()):
             self._copy_stream.copy(target, source)
 
-    def _staging_for(self, unit: int) -> torch.Tensor:
-        """Returns host memory to read to, from which no copy is still running."""
-        found, nbytes = self._find_staging(unit), self.layouts[unit].nbytes
+    def _staging_for(self, unit: int) -> tuple[torch.Tensor, list[object]]:
+        """Returns host memory to read to, and marks of the copies from it that may still run."""
+        found, nbytes = self._find_staging(unit), self.layouts[unit].read_nbytes
         if found is None:
-            return huge_buffer(nbytes)
-        for other in found[1]:
+            return self._copy_stream.host_buffer(nbytes), []
+        before = [other for other in (unit, *found[1]) if self._host.place_of(other) is not None]
+        for other in before:
             self._host.forget(other)
         self._host.give(unit, found[0], nbytes)
-        return self._staging[found[0] : found[0] + nbytes]
+        return self._staging[found[0] : found[0] + nbytes], [self._last_copy_of(other) for other in before]
+
+    def _last_copy_of(self, unit: int) -> object:
+        ticket = self._tickets.get(unit)
+        has_failed = ticket is not None and ticket.error is not None  # some of its copies have no mark
+        is_known = unit in self._copied and not has_failed
+        return self._copied[unit] if is_known else self._copy_stream.mark()
 
     def _find_staging(self, unit: int) -> tuple[int, list[int]] | None:
         reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != unit]
-        return self._host.find(unit, self.layouts[unit].nbytes, reading)
+        return self._host.find(unit, self.layouts[unit].read_nbytes, reading)
 
-    def _read_once(self, layout: UnitLayout) -> torch.Tensor:
-        memory = huge_buffer(layout.nbytes)
-        jobs = [_reading(self.source, run, _memory(memory)) for run in layout.runs]
-        self.pool.submit(Ticket([job for jobs_of_run in jobs for job in jobs_of_run])).wait()
-        return memory
+
+def _chunks_with_copies(layout: UnitLayout) -> list[tuple[ByteRange, int, list[Move]]]:
+    """Returns each chunk of a unit, its offset in staging memory, and the copies of its bytes."""
+    found = []
+    for run in layout.runs:
+        for wanted, offset in run.chunks(CHUNK_NBYTES):
+            moves = []
+            for source, target, nbytes in layout.copies:
+                first, last = max(source, offset), min(source + nbytes, offset + wanted.nbytes)
+                if first < last:
+                    moves.append((first, target + first - source, last - first))
+            found.append((wanted, offset, moves))
+    return found
 
 
 def _memory(buffer: torch.Tensor) -> memoryview:

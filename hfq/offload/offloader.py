@@ -31,6 +31,7 @@ from hfq.offload.expert_cache import ExpertCache, cache_nbytes
 from hfq.offload.guards import check_inputs, in_unit, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
+from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.prefetch_order import PrefetchOrder
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder
@@ -39,10 +40,9 @@ from hfq.offload.unit import (
     OffloadUnit,
     UnquantizedParameter,
     is_on_disk,
-    is_unit_on_disk,
     owners_within,
 )
-from hfq.offload.unit_layout import lay_out
+from hfq.offload.unit_layout import UnitLayout, lay_out, lay_out_on_device
 from hfq.placement.budget import READ_AHEAD_NBYTES
 
 __all__ = ["OffloadOptions", "Offloader"]
@@ -86,6 +86,7 @@ class Offloader:
             experts.
         options: Options of the reads.
         root: The whole model: its forward is one pass over the units.
+        pinned: The weights that are stored in pinned memory; None if there are none.
 
     Attributes:
         layouts: The layout of each unit in its offload buffer.
@@ -106,17 +107,18 @@ class Offloader:
         on_demand: Sequence[QuantizedModule] = (),
         options: OffloadOptions = OffloadOptions(),
         root: nn.Module | None = None,
+        pinned: PinnedWeights | None = None,
     ) -> None:
-        self._reader = reader
+        self._reader, self._pinned = reader, pinned
         self.device = torch.device(device)
         self.options = options
         self.units = tuple(unit for unit in units if not is_table(unit))
-        self.layouts = [lay_out(unit.infos) for unit in self.units]
+        self.layouts = [self._lay_out(unit) for unit in self.units]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in self.layouts)
         names = sorted({run.source.file for layout in self.layouts for run in layout.runs})
         self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
         on_disk = [info for module in on_demand if is_on_disk(module) for info in module.infos.values()]
-        on_disk += [info for unit in units for info in unit.infos]
+        on_disk += [info for unit in units for info in unit.infos if pinned is None or info not in pinned]
         self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)
         used = {unit.device for unit in self.units}
@@ -179,15 +181,19 @@ class Offloader:
         """Bytes of all offload buffers."""
         return sum(buffers.nbytes for buffers in self.buffers.values())
 
+    def _lay_out(self, unit: OffloadUnit) -> UnitLayout:
+        if unit.device.type == "cpu":
+            return lay_out(unit.infos)
+        return lay_out_on_device(unit.infos, self._pinned.in_order(unit.infos) if self._pinned else ())
+
     def _make_buffers(self, device: torch.device) -> OffloadBuffers:
         own = [index for index, unit in enumerate(self.units) if unit.device == device]
         read_ahead = self.options.read_ahead_nbytes
         if device.type == "cpu":
             return HostBuffers(self.layouts, own, self.source, self.pool, read_ahead)
-        resident = {index for index in own if not is_unit_on_disk(self.units[index])}
         copy_stream = self._copy_streams[device]
         return AcceleratorBuffers(
-            self.layouts, own, self.source, self.pool, copy_stream, resident, read_ahead
+            self.layouts, own, self.source, self.pool, copy_stream, self._pinned, read_ahead
         )
 
     def _buffers_of(self, index: int) -> OffloadBuffers:

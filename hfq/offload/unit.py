@@ -22,7 +22,6 @@ __all__ = [
     "OffloadedWeights",
     "is_on_disk",
     "owners_within",
-    "is_unit_on_disk",
 ]
 
 T = TypeVar("T")
@@ -105,13 +104,6 @@ class OffloadUnit:
 def is_on_disk(module: QuantizedModule) -> bool:
     """Returns True if a quantized module is stored on disk."""
     return any(tensor.is_meta for tensor in module.stored_tensors().values())
-
-
-def is_unit_on_disk(unit: OffloadUnit) -> bool:
-    """Returns True if any part of a unit is stored on disk."""
-    return any(is_on_disk(module) for module in unit.quantized) or any(
-        weight.device == "disk" for weight in unit.unquantized
-    )
 
 
 class Binding:

@@ -37,6 +37,6 @@ def test_only_a_checkpoint_that_is_mapped_whole_is_read_early(monkeypatch, devic
 
 
 def test_shared_memory_that_was_asked_for_and_is_not_there_is_an_error(monkeypatch):
-    monkeypatch.setattr(SharedMemory, "open", lambda *_: None)
+    monkeypatch.setattr(SharedMemory, "open", lambda *_, **__: None)
     with pytest.raises(PlacementError, match="do not fit in shared memory"):
         AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(cpu_memory="shared"))

@@ -167,7 +167,7 @@ def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, m
     loading = loader_of(model)
     loading.devices = dict.fromkeys(loading.devices, "cpu:0")
     before = loading.reader.counters.bytes_read
-    plan, _ = read_weights.load_quantized_weights(loading, set())
+    plan, *_ = read_weights.load_quantized_weights(loading, set())
     assert plan.staging <= 100_000
     assert len(plan.buffers) >= 5
     assert all(read.buffer.startswith("cpu:0 ") for read in plan.reads if read.name in loading.quantized)

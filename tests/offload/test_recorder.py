@@ -12,7 +12,7 @@ from hfq.offload.offload_buffers import AcceleratorBuffers
 from hfq.offload.offloader import OffloadOptions
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder, recording
-from hfq.offload.unit_layout import lay_out
+from hfq.offload.unit_layout import lay_out_on_device
 from tests.offload.conftest import SIZE
 from tests.support.fake_copy_stream import FakeLane
 
@@ -87,7 +87,11 @@ def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
         for unit in range(3)
     ]
     buffers = AcceleratorBuffers(
-        [lay_out(each) for each in infos], range(3), Source(Reader(checkpoint), "buffered", 0), pool, track
+        [lay_out_on_device(each) for each in infos],
+        range(3),
+        Source(Reader(checkpoint), "buffered", 0),
+        pool,
+        track,
     )
     recorder = buffers.recorder = Recorder(buffers.clock(), ["0", "1", "2"])
     try:

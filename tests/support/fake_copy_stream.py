@@ -7,6 +7,8 @@ import time
 
 import torch
 
+from hfq.offload.host_memory import huge_buffer
+
 TIMEOUT = 20
 
 
@@ -74,7 +76,6 @@ class FakeLane:
         self._copies, self._computation = Stream(seed), Stream(seed + 1)
         self._lock = threading.Lock()
         self.log: list[tuple] = []
-        self.pinned: list[tuple[int, int]] = []
 
     def note(self, what: str, memory: torch.Tensor, serial: object = None) -> None:
         with self._lock:
@@ -83,9 +84,11 @@ class FakeLane:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
-    def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        self.pinned.append((memory.data_ptr(), memory.data_ptr() + memory.numel()))
-        return memory
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return huge_buffer(nbytes, is_touched=True)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return huge_buffer(nbytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         serial = object()
@@ -126,13 +129,16 @@ class FakeLane:
 
     def compute_after(self, mark: threading.Event) -> None:
         if self._is_host_the_device:
-            self.synchronize(mark)
+            self.finish(mark)
         self._computation.wait_for(mark)
 
     def is_past(self, mark: threading.Event) -> bool:
         return mark.is_set()
 
-    def synchronize(self, mark: threading.Event) -> None:
+    def has_failed(self, mark: threading.Event) -> bool:
+        return False
+
+    def finish(self, mark: threading.Event) -> None:
         if not mark.wait(TIMEOUT):
             raise TimeoutError("a mark of the copies is never reached")
 

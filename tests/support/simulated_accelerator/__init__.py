@@ -205,7 +205,8 @@ class SimulatedModule:
         """Makes a later copy or allocation fail; 0 cancels.
 
         Like an error of CUDA, a failed copy is raised whenever the host waits for a point of its stream after
-        it; unlike there, another call of this function ends that, for what is queued after the call.
+        it, or of a stream that has waited for such a point. Unlike there, another call of this function ends
+        that, for what is queued after the call.
 
         Args:
             copy: The n-th copy between host and device from now fails when the device executes it.
@@ -213,10 +214,24 @@ class SimulatedModule:
         """
         self._native.fail(copy, allocation)
 
-    def host_register(self, memory: torch.Tensor) -> None:
-        """Pins existing host memory."""
-        self._native.host_register(memory.data_ptr(), memory.numel() * memory.element_size())
+    def cudart(self) -> Any:
+        """Returns the functions that pin existing host memory, under the names of CUDA's runtime."""
+        return _Runtime(self._native)
 
-    def host_unregister(self, memory: torch.Tensor) -> None:
-        """Unpins memory that `host_register` pinned."""
-        self._native.host_unregister(memory.data_ptr())
+
+class _Runtime:
+    """Pins existing host memory; memory that is pinned already is an error, as in CUDA."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        try:
+            self._native.host_register(address, nbytes)
+        except RuntimeError:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._native.host_unregister(address)
+        return 0

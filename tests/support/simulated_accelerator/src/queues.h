@@ -57,20 +57,20 @@ class Queue {
     return done_ >= serial;
   }
 
-  void reach(uint64_t serial) {  // waits, on behalf of another stream
+  // Waits, on behalf of the host or of another stream; raises the error of a task up to there.
+  void wait(uint64_t serial) {
     std::unique_lock<std::mutex> lock(mutex_);
     demanded_ = std::max(demanded_, serial);
     changed_.notify_all();
     changed_.wait(lock, [&] { return done_ >= serial; });
+    raise(serial);
   }
 
-  void wait(uint64_t serial) {  // waits, on behalf of the host; raises the error of a task up to there
-    reach(serial);
+  bool query(uint64_t serial) {  // like `is_done`, but raises the error of a task up to there
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [failed, error] : errors_)
-      if (failed <= serial && (failed > forgiven_ || serial <= forgiven_))
-        throw c10::AcceleratorError(
-            {__func__, __FILE__, __LINE__}, 1, "simulated accelerator, in earlier work: " + error);
+    if (done_ < serial) return false;
+    raise(serial);
+    return true;
   }
 
   void forgive() {  // tasks given from now on are not affected by earlier errors
@@ -87,6 +87,13 @@ class Queue {
   }
 
  private:
+  void raise(uint64_t serial) const {
+    for (const auto& [failed, error] : errors_)
+      if (failed <= serial && (failed > forgiven_ || serial <= forgiven_))
+        throw c10::AcceleratorError(
+            {__func__, __FILE__, __LINE__}, 1, "simulated accelerator, in earlier work: " + error);
+  }
+
   void run() {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::AutoGradMode no_gradients(false);
@@ -137,7 +144,7 @@ inline Mark mark(Queue& queue) {
 }
 
 inline void wait_for(Queue& queue, const Mark& mark) {
-  if (&queue != mark.queue) queue.give([mark] { mark.queue->reach(mark.serial); });
+  if (&queue != mark.queue) queue.give([mark] { mark.queue->wait(mark.serial); });
 }
 
 }  // namespace simulated

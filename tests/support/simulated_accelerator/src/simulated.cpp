@@ -85,7 +85,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     const auto* known = static_cast<Event*>(event);
-    return !known || !known->mark || known->mark->queue->is_done(known->mark->serial);
+    return !known || !known->mark || known->mark->queue->query(known->mark->serial);
   }
   void synchronizeEvent(void* event) const override {
     ++counts.events;
