@@ -1,12 +1,42 @@
-"""Tensors of a layer that a module holds from call to call."""
+"""Tensors of a layer that a module holds from call to call, and the check that a CPU can read them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["LayerTensors"]
+from hfq.errors import SetupError
+
+__all__ = ["LayerTensors", "check_on_cpu"]
+
+
+def check_on_cpu(tensors: Mapping[str, torch.Tensor], values: torch.Tensor | None = None) -> None:
+    """Checks that a kernel of the CPU may take the addresses of a layer's tensors.
+
+    Args:
+        tensors: Tensors of the layer.
+        values: Activations, or their gradient; None if they are checked elsewhere.
+
+    Raises:
+        SetupError: A tensor is on another device.
+    """
+    if values is not None and not values.is_cpu:
+        raise _elsewhere("activations", values)
+    for name, tensor in tensors.items():
+        if not tensor.is_cpu:
+            raise _elsewhere(name, tensor)
+
+
+def _elsewhere(name: str, found: torch.Tensor) -> SetupError:
+    return SetupError(
+        "A kernel of the CPU received a tensor on another device.",
+        tensor=name,
+        expected=f"{found.nbytes:,} B in CPU memory",
+        found=str(found.device),
+        fix="Move the layer and its activations to one device.",
+    )
 
 
 class LayerTensors(dict[str, torch.Tensor]):

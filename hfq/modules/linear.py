@@ -11,7 +11,7 @@ import torch
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
-from hfq.kernels.registry import Kernel
+from hfq.kernels.registry import KERNELS, Kernel
 from hfq.modules.graph_capture import is_captured, uncompiled
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
@@ -30,7 +30,7 @@ class QuantizedLinear(QuantizedModule):
         infos: The stored tensors, by checkpoint name.
         kernel: The kernel on a CPU.
         scheme: Scheme that quantizes activations; None leaves them unquantized.
-        accelerated: The kernel on another device; None uses the same.
+        accelerated: The kernel on another device; None uses the reference kernel.
 
     Attributes:
         outliers: Number of outlier channels so far under LLM.int8(); None for other schemes.
@@ -50,7 +50,7 @@ class QuantizedLinear(QuantizedModule):
         accelerated: Kernel | None = None,
     ) -> None:
         super().__init__(name, in_features, out_features, weight_format, infos)
-        self.kernel, self.accelerated = kernel, accelerated or kernel
+        self.kernel, self.accelerated = kernel, accelerated or KERNELS["reference"]
         self.scheme, self.local_in_features = scheme, in_features
         self.outliers = OutlierTally() if scheme is not None and scheme.outlier_threshold else None
 

@@ -13,7 +13,7 @@ from hfq.kernels.cpp import byte_layers, nibble_layers, word_layers  # noqa: F40
 from hfq.kernels.cpp.layer_registry import reader_of
 from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
 from hfq.kernels.cpp.word_layers import MOST_GROUPS
-from hfq.kernels.layer_tensors import LayerTensors
+from hfq.kernels.layer_tensors import LayerTensors, check_on_cpu
 
 __all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reason_against"]
 
@@ -34,6 +34,9 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
     The tensors must outlive the result. Describing a layer takes longer than multiplying by a small one, so
     results are cached: with the tensors that a module holds, or else by addresses, dtypes, shapes, and
     strides. Layers of formats whose descriptions contain values of tensors are described in every call.
+
+    Raises:
+        SetupError: A tensor is not in CPU memory.
     """
     if type(tensors) is not LayerTensors:
         return _found_again(weight_format, tensors)
@@ -52,7 +55,7 @@ def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> 
     key = (
         id(weight_format),
         *tensors,
-        *[(part.data_ptr(), part.dtype, part.shape, part.stride()) for part in tensors.values()],
+        *[(part.data_ptr(), part.is_cpu, part.dtype, part.shape, part.stride()) for part in tensors.values()],
     )
     kept = _kept.get(key)
     if kept is None:
@@ -75,6 +78,7 @@ def _reads_values(weight_format: Format) -> bool:
 
 
 def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> CppLayer | None:
+    check_on_cpu(tensors)
     out_features, in_features = weight_format.shape(tensors)
     reader = reader_of(weight_format)
     if not out_features or not in_features or reader is None:

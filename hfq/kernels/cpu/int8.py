@@ -39,7 +39,7 @@ from hfq.kernels.cpp.int8_library import (
 )
 from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpu import panels
-from hfq.kernels.layer_tensors import LayerTensors
+from hfq.kernels.layer_tensors import LayerTensors, check_on_cpu
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
@@ -117,7 +117,11 @@ def linear(
     Sums of codes are scaled in float32. Temporary tensors have at most `BATCH_NBYTES`, plus the outlier
     channels of the weight and `_OUTLIER_ROWS` rows of their sums. Without a compiler, a buffer holds
     `_PACK_PART` codes of an unaligned weight, or 64 rows if those are more.
+
+    Raises:
+        SetupError: A tensor is not in CPU memory.
     """
+    check_on_cpu(tensors, activations)
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
     fused = _fused_weight(tensors, weight_format, scheme) if _is_for_fused(rows) else None

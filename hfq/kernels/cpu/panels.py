@@ -22,6 +22,7 @@ from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import reference
 from hfq.kernels.cpu import fp8_bfloat16
+from hfq.kernels.layer_tensors import check_on_cpu
 
 __all__ = [
     "BATCH_NBYTES",
@@ -60,7 +61,7 @@ def linear(
     weight_format: Format,
     panel_nbytes: int | None = None,
 ) -> torch.Tensor:
-    """Computes `reference.linear` with large panels; on other devices, calls it.
+    """Computes `reference.linear` with large panels.
 
     Args:
         activations: [..., in_features], float32, bfloat16, or float16.
@@ -70,9 +71,11 @@ def linear(
 
     Returns:
         [..., out_features] in the activations' dtype.
+
+    Raises:
+        SetupError: A tensor is not in CPU memory.
     """
-    if activations.device.type != "cpu":
-        return reference.linear(activations, tensors, weight_format)
+    check_on_cpu(tensors, activations)
     if scales_sums(weight_format, activations.dtype):
         return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
     fill = _filler(tensors, weight_format, product_dtype(activations.dtype))
@@ -82,9 +85,8 @@ def linear(
 def linear_grad(
     grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """Computes `reference.linear_grad` with large panels; on other devices, calls it."""
-    if grad.device.type != "cpu":
-        return reference.linear_grad(grad, tensors, weight_format)
+    """Computes `reference.linear_grad` with large panels, on a CPU."""
+    check_on_cpu(tensors, grad)
     return multiply_grad(
         grad, tensors, weight_format, _filler(tensors, weight_format, product_dtype(grad.dtype))
     )
