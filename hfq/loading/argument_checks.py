@@ -13,7 +13,8 @@ from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
 from hfq.errors import CheckpointError, PlacementError, SetupError, nearest, raise_first
 from hfq.loading.context import load_context
-from hfq.placement.device_map import AUTOMATIC, check_device
+from hfq.placement.accelerators import list_accelerators
+from hfq.placement.device_map import AUTOMATIC, absent_accelerator, check_device
 
 __all__ = ["check_arguments", "open_local"]
 
@@ -33,7 +34,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     Raises:
         SetupError: An argument is unsupported, `dtype` or `max_memory` is not valid, or `max_memory` is set
             without an automatic device map.
-        PlacementError: `device_map` names no device.
+        PlacementError: `device_map` names no device, or `max_memory` one that this machine does not have.
     """
     raise_first(
         SetupError(
@@ -67,7 +68,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
             expected='"auto", a device, or a dict',
             fix='Pass "auto", or a dict such as {"": "cpu"}.',
         )
-    if isinstance(device_map, str) and not is_automatic:
+    if not is_automatic and isinstance(device_map, (str, int, torch.device)):
         check_device(device_map)
 
 
@@ -106,6 +107,8 @@ def _check_max_memory(max_memory: Any) -> None:
                 expected='the number of an accelerator, "cpu", or "disk"',
                 fix='Use keys such as 0 for the first accelerator, "cpu", or "disk".',
             )
+        if isinstance(key, int) and not 0 <= key < len(list_accelerators()):
+            raise absent_accelerator(key, f"max_memory[{key!r}]")
         try:
             is_size = convert_file_size_to_int(limit if isinstance(limit, str) else int(limit)) >= 0
         except (TypeError, ValueError, OverflowError):

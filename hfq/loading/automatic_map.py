@@ -19,6 +19,7 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.embedding_rows import can_read_rows
 from hfq.offload.unit import UnquantizedParameter
 from hfq.offload.unit_layout import lay_out
+from hfq.placement.accelerators import free_nbytes, list_accelerators
 from hfq.placement.budget import Budget, Kind, Unit, plan_devices
 from hfq.placement.device_map import check_device, covering_device
 from hfq.placement.multi_device import plan_accelerators
@@ -40,12 +41,17 @@ def automatic_limits(max_memory: Mapping[int | str, int | str] | None) -> dict[i
 
     Args:
         max_memory: As given to `from_pretrained`; None for 90 % of what accelerators have free, as
-            transformers does with one accelerator, and for the available memory of the host.
+            transformers does with one accelerator, and for the available memory of the host. accelerate knows
+            the memory of some kinds of accelerators alone, so hfq asks torch.
     """
     limits = get_max_memory(None if max_memory is None else dict(max_memory))
-    if max_memory is None:
-        limits = {key: int(limit * 0.9) if isinstance(key, int) else limit for key, limit in limits.items()}
-    return limits
+    if max_memory is not None:
+        return limits
+    free = {index: free_nbytes(device) for index, device in enumerate(list_accelerators())}
+    known = {index: nbytes for index, nbytes in free.items() if nbytes is not None}
+    known = known or {key: limit for key, limit in limits.items() if isinstance(key, int)}
+    host = {key: limit for key, limit in limits.items() if not isinstance(key, int)}
+    return {index: int(nbytes * 0.9) for index, nbytes in known.items()} | host
 
 
 def plan_map(

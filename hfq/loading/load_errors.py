@@ -12,6 +12,7 @@ import torch
 
 from hfq.errors import CheckpointError, HfqError, PlacementError, SetupError, error_of_limit, nearest
 from hfq.loading.context import load_context
+from hfq.placement.accelerators import list_accelerators
 
 __all__ = ["as_hfq_error", "naming_accelerators"]
 
@@ -61,7 +62,7 @@ def naming_accelerators(path: Any) -> Iterator[None]:
 
 def _full(path: Any, error: torch.OutOfMemoryError) -> PlacementError:
     planned = load_context().planned
-    devices = [f"{kind}:{index}" for kind, index in _accelerators()]
+    devices = list_accelerators()
     held = [f"{name}: {torch.accelerator.memory_allocated(name):,} B held" for name in devices]
     return PlacementError(
         "An accelerator has too little memory for this load. Nothing was loaded.",
@@ -70,13 +71,6 @@ def _full(path: Any, error: torch.OutOfMemoryError) -> PlacementError:
         found="; ".join([str(error).strip(), *held]),
         fix='Free its memory, or pass device_map="auto" with max_memory below the free bytes of each device.',
     )
-
-
-def _accelerators() -> Iterator[tuple[str, int]]:
-    """Yields kind and index of each accelerator that torch finds."""
-    found = torch.accelerator.current_accelerator()
-    if found is not None:
-        yield from ((found.type, index) for index in range(torch.accelerator.device_count()))
 
 
 def as_hfq_error(path: Any, error: Exception, arguments: Mapping[str, Any], is_local: bool) -> HfqError:

@@ -51,6 +51,7 @@ from hfq.modules.linear import QuantizedLinear
 from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.offloader import Offloader, OffloadOptions
+from hfq.placement.accelerators import check_room
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import (
     check_device,
@@ -144,9 +145,20 @@ class ModelLoader(LoadState):
         self._hidden |= offloaded
         self.plan = self._make_plan(names)
         remember_plan(self.plan.nbytes_by_device())
+        self._check_room()
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             self._load_rows()
         return None if device_map is None else self._execution_map(device_map)
+
+    def _check_room(self) -> None:
+        """Checks that accelerators have the memory for their weights and offload buffers."""
+        if self.main == "cpu":
+            return
+        moved = self.plan.entries
+        if self.config.execute_cpu_layers_on != "accelerator":
+            moved = tuple(entry for entry in moved if entry.device != "cpu" or not entry.quantized)
+        buffers = Plan(moved).buffers(self.gather_units(), self._read_ahead_nbytes())
+        check_room(self.plan.nbytes_by_device(), buffers)
 
     @contextmanager
     def without_offloaded(self) -> Iterator[None]:
@@ -322,14 +334,17 @@ class ModelLoader(LoadState):
         log_summary(self, self.load_seconds or 0.0)
 
     def _offload_options(self) -> OffloadOptions:
-        cache, read_ahead = self.config.expert_cache_nbytes, OffloadOptions.read_ahead_nbytes
+        cache, read_ahead = self.config.expert_cache_nbytes, self._read_ahead_nbytes()
         if self.budget is not None:
-            read_ahead = self.budget.read_ahead_nbytes()
             left = self.budget.headroom()
             rooms = [left.get(device, 0) - read_ahead for device in self.budget.executes.values()]
             cache = max(0, min(rooms, default=0)) if cache is None else cache
         threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
         return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, cache, read_ahead)
+
+    def _read_ahead_nbytes(self) -> int:
+        """Returns the bytes that the offload buffer may hold beyond the next unit."""
+        return OffloadOptions.read_ahead_nbytes if self.budget is None else self.budget.read_ahead_nbytes()
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Returns the tensors by checkpoint name, quantized ones as stored, and the file metadata."""

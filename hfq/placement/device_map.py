@@ -5,6 +5,7 @@ The key `model.layers.1` covers `model.layers.1` and its submodules, never `mode
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 
 from hfq.errors import PlacementError, nearest
+from hfq.placement.accelerators import free_nbytes, list_accelerators
 
 __all__ = [
     "AUTOMATIC",
+    "absent_accelerator",
     "check_device",
     "check_present",
     "covering_device",
@@ -58,6 +61,8 @@ def resolve_devices(
         return dict.fromkeys(names, "cpu")
     names, known = list(names), {"", *modules}
     known.update(names)
+    if check is None:
+        _check_one_kind(device_map.values())
     devices = {key: (check or check_device)(value, key) for key, value in device_map.items()}
     unknown = [str(key) for key in devices if key not in known]
     if unknown:
@@ -103,29 +108,24 @@ def check_device(value: Any, key: str = "") -> str:
     """
     if value == "disk":
         return "disk"
-    choices = ["cpu", "disk", "cuda", *AUTOMATIC]
+    kind = _kind_of_numbers()
     try:
         is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        device = torch.device(_accelerator(), value) if is_number else torch.device(value)
+        device = torch.device(kind, value) if is_number else torch.device(value)
     except (RuntimeError, TypeError, ValueError, OverflowError):
         device = None
     if device is None or device.type == "meta" or isinstance(value, bool):
-        hint = nearest(value, choices) if isinstance(value, str) else ""
+        hint = nearest(value, ["cpu", "disk", kind, *AUTOMATIC]) if isinstance(value, str) else ""
         where = f"[{key!r}]" if key else ""
         raise PlacementError(
             f"device_map{where} is not a device.{hint} Nothing was loaded.",
             found=repr(value),
-            expected='"cpu", "disk", the number of a GPU, or a torch device',
-            fix='Use "cpu", "disk", or a device such as "cuda:0".',
+            expected='"cpu", "disk", the number of an accelerator, or a torch device',
+            fix=f'Use "cpu", "disk", or a device such as "{kind}:0".',
         )
-    count = _count(device.type)
-    if device.type in ("cuda", _accelerator()) and (device.index or 0) >= count:
-        raise PlacementError(
-            "device_map names an accelerator that this machine does not have. Nothing was loaded.",
-            found=repr(value),
-            expected=f"one of {count} {device.type} devices",
-            fix='Use "cpu" or "disk", or check the driver.',
-        )
+    count = torch.accelerator.device_count() if device.type == _kind_found() else 0
+    if device.type in ("cuda", kind) and (device.index or 0) >= count:
+        raise absent_accelerator(value)
     if device.type == "cpu":
         return "cpu"
     if device.type != "mps" and device.index is None:
@@ -139,27 +139,81 @@ def check_present(devices: Iterable[str]) -> None:
     Raises:
         PlacementError: Names the first such device.
     """
-    found = torch.accelerator.current_accelerator()
     for device in devices:
-        kind = device.partition(":")[0]
-        if kind not in ("cpu", "disk") and (found is None or found.type != kind):
-            raise PlacementError(
-                "device_map names an accelerator that this machine does not have. Nothing was loaded.",
-                found=repr(device),
-                expected='"cpu", "disk", or an accelerator that torch finds',
-                fix='Use "cpu" or "disk", or check the driver.',
-            )
+        if device not in ("cpu", "disk") and device.partition(":")[0] != _kind_found():
+            raise absent_accelerator(device)
 
 
-def _accelerator() -> str:
-    """Returns the device type of a bare number: the accelerator torch finds, else CUDA."""
+def absent_accelerator(value: Any, what: str = "device_map") -> PlacementError:
+    """Returns the error for an accelerator that torch does not find.
+
+    Args:
+        value: The device, as given.
+        what: The argument that names it.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hides = "" if hidden is None else f" CUDA_VISIBLE_DEVICES={hidden!r} hides other devices."
+    return PlacementError(
+        f"{what} names an accelerator that this machine does not have. Nothing was loaded.",
+        found=repr(value),
+        expected=_devices_here(),
+        fix=_use_one(is_number=what != "device_map") + hides,
+    )
+
+
+def _devices_here() -> str:
+    """Returns the devices of this machine, accelerators with their free bytes."""
+    sizes = ((device, free_nbytes(device)) for device in list_accelerators())
+    present = [device if free is None else f"{device} ({free:,} B free)" for device, free in sizes]
+    return ", ".join(["cpu", "disk", *present]) + ("" if present else "; torch finds no accelerator")
+
+
+def _use_one(is_number: bool = False) -> str:
+    """Returns the advice to use a device of this machine, an accelerator by its name or its number."""
+    found = list_accelerators()
+    own = map(str, range(len(found))) if is_number else (f'"{device}"' for device in found)
+    return "Use " + " or ".join(['"cpu"', '"disk"', *own]) + "."
+
+
+def _check_one_kind(values: Iterable[Any]) -> None:
+    """Checks that a device map names accelerators of one kind only; torch computes on one in a process.
+
+    Raises:
+        PlacementError: It names several.
+    """
+    kinds: dict[str, str] = {}
+    for value in values:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        kind = _kind_of_numbers() if is_number else str(value).partition(":")[0]
+        if kind not in ("cpu", "disk", "meta"):
+            kinds.setdefault(kind, repr(value) if is_number else f'"{value}"')
+    if len(kinds) < 2 or not all(map(_is_kind, kinds)):
+        return
+    raise PlacementError(
+        "device_map names accelerators of several kinds. Nothing was loaded.",
+        found=" and ".join(kinds.values()),
+        expected=_devices_here(),
+        fix=_use_one(),
+    )
+
+
+def _is_kind(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _kind_found() -> str | None:
+    """Returns the device type of the accelerator that torch is built for; None if there is none."""
     found = torch.accelerator.current_accelerator()
-    return found.type if found is not None else "cuda"
+    return None if found is None else found.type
 
 
-def _count(kind: str) -> int:
-    """Returns how many devices of a type torch finds."""
-    return torch.accelerator.device_count() if kind == _accelerator() else 0
+def _kind_of_numbers() -> str:
+    """Returns the device type of a bare number: that of the accelerator, else CUDA."""
+    return _kind_found() or "cuda"
 
 
 def execution_device(devices: Iterable[str]) -> str:

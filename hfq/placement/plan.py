@@ -6,9 +6,11 @@ Pure data, computed from file headers before any weight is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from hfq.placement.budget import Unit, buffer_nbytes
+from hfq.placement.device_map import covering_device
 from hfq.tables import Displayed, Table
 
 __all__ = ["ModuleDevice", "Plan", "PlanEntry"]
@@ -69,6 +71,26 @@ class Plan(Displayed):
         for entry in self.entries:
             total[entry.device] += entry.nbytes
         return dict(total)
+
+    def buffers(self, units: Sequence[Unit], read_ahead_nbytes: int = 0) -> dict[str, int]:
+        """Returns the least bytes of the offload buffer of each accelerator that has one.
+
+        Args:
+            units: Units of the model, in the order in which they compute.
+            read_ahead_nbytes: Bytes that may be prefetched beyond the next unit.
+        """
+        names = {unit.name: unit.name for unit in units}
+        sizes: dict[str, Counter[str]] = {}
+        for entry in self.entries:
+            device = entry.execution_device
+            if entry.device in ("cpu", "disk") and device not in ("cpu", "disk"):
+                sizes.setdefault(device, Counter())[covering_device(entry.name, names) or ""] += entry.nbytes
+        found = {}
+        for device, held in sizes.items():
+            streamed = [unit for unit in units if unit.is_offloaded and unit.name in held]
+            onloaded = [min(held[unit.name], unit.unit_onloaded_nbytes) for unit in streamed]
+            found[device] = buffer_nbytes(onloaded, read_ahead_nbytes)
+        return {device: nbytes for device, nbytes in found.items() if nbytes}
 
     def modules(self, order: Iterable[str] = ()) -> list[ModuleDevice]:
         """Returns the tensors of each module on each device.

@@ -94,3 +94,26 @@ def test_the_map_that_hfq_plan_prints_places_the_model_alike(sim, checkpoint):
     assert set(loading.executes.values()) == {"sim:0", "sim:1"}
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits.cpu(), expected)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_without_limits_a_model_fills_the_free_memory_of_accelerators(sim, checkpoint, strategy):
+    path, total, expected = checkpoint
+    gc.collect()
+    torch.accelerator.synchronize()
+    before = [sim.memory_allocated(index) for index in range(3)]
+    try:
+        for index, nbytes in enumerate(before):
+            sim.set_capacity(index, nbytes + total // 2)
+        model = load(path, strategy)
+    finally:
+        for index in range(3):
+            sim.set_capacity(index, 1 << 30)
+    budget = model.hf_quantizer.loading.budget
+    assert {device: budget.capacities[device] for device in ("sim:0", "sim:1", "sim:2")} == dict.fromkeys(
+        ("sim:0", "sim:1", "sim:2"), int(total // 2 * 0.9)
+    )
+    assert set(budget.executes.values()) >= {"sim:1", "sim:2"}
+    assert not {"cpu", "disk"} & set(model.hf_quantizer.loading.devices.values())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits.cpu(), expected)

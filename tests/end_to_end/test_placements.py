@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfq import HfqConfig, PlacementError, pretrained_config
 from hfq.modules.linear import QuantizedLinear
-from tests.support import moe_models, tiny_models
-from tests.support.models import load
+from tests.support import moe_models, programs, tiny_models
+from tests.support.models import GPTQ, load
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
@@ -299,6 +299,28 @@ def test_a_missing_gpu_is_named(path):
         PlacementError, match=r"(?s)cuda:0.*Nothing was loaded|that this machine does not have"
     ):
         load(path, {"": "cuda:0"})
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_a_device_of_a_kind_that_torch_does_not_know_is_named():
+    for device_map in ("sim:0", {"": "sim:0"}):
+        with pytest.raises(PlacementError, match="is not a device") as caught:
+            load(GPTQ, device_map)
+        assert caught.value.found == "'sim:0'"
+
+
+@pytest.mark.parametrize("device_map", [0, {"": 0}, {"": "cuda:0", "lm_head": "cpu"}, "cuda:0"])
+def test_a_device_that_an_environment_variable_hides_is_named(device_map):
+    code = (
+        "import ast, sys; from tests.support.models import load; from hfq import PlacementError\n"
+        "try: load(sys.argv[1], ast.literal_eval(sys.argv[2]))\n"
+        "except PlacementError as error: print(error)"
+    )
+    told = programs.run_line(code, GPTQ, repr(device_map), CUDA_VISIBLE_DEVICES="")
+    lines = told.stdout.splitlines()
+    assert lines[0].startswith("device_map names an accelerator that this machine does not have."), told
+    assert "  expected: cpu, disk; torch finds no accelerator" in lines
+    assert """Use "cpu" or "disk". CUDA_VISIBLE_DEVICES='' hides""" in lines[-1]
 
 
 @pytest.mark.parametrize(

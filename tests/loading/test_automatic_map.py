@@ -14,6 +14,7 @@ from hfq.checkpoint import Reader
 from hfq.formats.fp8 import Fp8
 from hfq.integrations.transformers.quantizer import HfqQuantizer
 from hfq.loading import automatic_map
+from hfq.loading.context import within_load
 from tests.support import models, moe_models, tiny_models
 from tests.support.models import logits
 
@@ -231,4 +232,5 @@ def test_one_accelerator_computes_and_the_cpu_holds_the_rest(whole, monkeypatch)
 )
 def test_which_devices_compute(limits, found):
     assert automatic_map.computing_devices(limits) == found
-    assert set(HfqQuantizer(HfqConfig()).adjust_max_memory(limits)) == {found[0]}
+    with within_load(max_memory=limits):
+        assert set(HfqQuantizer(HfqConfig()).adjust_max_memory(limits)) == {found[0]}

@@ -185,7 +185,14 @@ def test_an_accelerator_that_this_machine_does_not_have_is_refused(monkeypatch, 
     for value in (f"{kind or 'cuda'}:{index}", torch.device(kind or "cuda", index), index):
         with pytest.raises(PlacementError, match="an accelerator that this machine does not have") as caught:
             check_device(value)
-        assert caught.value.expected == f"one of {index} {kind or 'cuda'} devices"
+        assert caught.value.expected.startswith("cpu, disk")
+
+
+@pytest.mark.parametrize("device_map", [{"": "xpu:0", "lm_head": "cuda:1"}, {"": 0, "lm_head": "mps"}])
+def test_accelerators_of_two_kinds_are_refused(device_map):
+    with pytest.raises(PlacementError, match="accelerators of several kinds") as caught:
+        devices({"model": "cpu", **device_map})
+    assert all(str(value) in caught.value.found for value in device_map.values())
 
 
 @pytest.mark.parametrize("kind", ["xpu", "cuda"])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hfq.placement.budget import Unit
 from hfq.placement.plan import Plan, PlanEntry
 
 RESIDENT = PlanEntry("a.qweight", "cpu", "cpu", 1000, True)
@@ -65,3 +66,16 @@ def test_a_plan_cannot_be_changed():
         ALL.entries = ()
     with pytest.raises(AttributeError):
         RESIDENT.device = "disk"
+
+
+def test_the_offload_buffer_holds_two_units_of_each_accelerator():
+    units = [Unit(f"h.{index}", 100, "block", 90) for index in range(6)]
+    units += [Unit("h.0.experts", 1000, "experts"), Unit("embed", 1000, "embedding"), Unit("", 5, "fixed")]
+    entries = [PlanEntry(f"h.{index}.a", "disk", "sim:0", 50, True) for index in (0, 1, 2)]
+    entries += [PlanEntry(f"h.{index}.b", "cpu", "sim:0", 45, True) for index in (0, 1)]
+    entries += [PlanEntry("h.4.a", "cpu", "sim:1", 20, False), PlanEntry("h.5.a", "sim:1", "sim:1", 20, True)]
+    entries += [PlanEntry("h.0.experts.w", "disk", "sim:0", 9, True)]
+    entries += [PlanEntry("embed.w", "cpu", "sim:2", 9, True), PlanEntry("h.3.a", "cpu", "cpu", 9, True)]
+    plan = Plan(tuple(entries))
+    assert plan.buffers(units) == {"sim:0": 90 + 90, "sim:1": 20}
+    assert Plan(()).buffers(units) == {}

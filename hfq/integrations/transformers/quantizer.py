@@ -66,11 +66,10 @@ class HfqQuantizer(HfQuantizer):
         """
         from hfq.loading.automatic_map import automatic_limits, computing_devices
 
-        computing = computing_devices(max_memory)
-        if len(computing) > 1:  # transformers lowers these limits to parts of the unquantized model
-            max_memory = automatic_limits(load_context().max_memory)
-        self._max_memory = dict(max_memory)
-        return {computing[0]: _UNLIMITED}
+        # transformers lowers these limits to parts of the unquantized model, and omits some accelerators
+        limits = automatic_limits(load_context().max_memory)
+        self._max_memory = limits
+        return {computing_devices(limits)[0]: _UNLIMITED}
 
     def update_device_map(self, device_map: Any) -> Any:
         """Returns a copy of the user's map.
