@@ -1,4 +1,4 @@
-"""Tensors of a layer that a module holds from call to call, and the check that a CPU can read them."""
+"""Tensors of a layer that a module holds from call to call, and a check of their device."""
 
 from __future__ import annotations
 

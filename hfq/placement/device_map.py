@@ -157,7 +157,7 @@ def absent_accelerator(value: Any, what: str = "device_map") -> PlacementError:
         f"{what} names an accelerator that this machine does not have. Nothing was loaded.",
         found=repr(value),
         expected=_devices_here(),
-        fix=_use_one(is_number=what != "device_map") + hides,
+        fix=f"Use {_choices_here(is_number=what != 'device_map')}.{hides}",
     )
 
 
@@ -168,15 +168,15 @@ def _devices_here() -> str:
     return ", ".join(["cpu", "disk", *present]) + ("" if present else "; torch finds no accelerator")
 
 
-def _use_one(is_number: bool = False) -> str:
-    """Returns the advice to use a device of this machine, an accelerator by its name or its number."""
+def _choices_here(is_number: bool = False) -> str:
+    """Returns the devices of this machine as written in Python, accelerators as text or number."""
     found = list_accelerators()
     own = map(str, range(len(found))) if is_number else (f'"{device}"' for device in found)
-    return "Use " + " or ".join(['"cpu"', '"disk"', *own]) + "."
+    return " or ".join(['"cpu"', '"disk"', *own])
 
 
 def _check_one_kind(values: Iterable[Any]) -> None:
-    """Checks that a device map names accelerators of one kind only; torch computes on one in a process.
+    """Checks that a device map names accelerators of one kind, as torch uses in a process.
 
     Raises:
         PlacementError: It names several.
@@ -193,7 +193,7 @@ def _check_one_kind(values: Iterable[Any]) -> None:
         "device_map names accelerators of several kinds. Nothing was loaded.",
         found=" and ".join(kinds.values()),
         expected=_devices_here(),
-        fix=_use_one(),
+        fix=f"Use {_choices_here()}.",
     )
 
 
