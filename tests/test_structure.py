@@ -1,4 +1,4 @@
-"""Tests of the package structure: no import cycles, and no large folders."""
+"""Tests of the package structure: no import cycles, one seam to accelerators, and no large folders."""
 
 import ast
 from collections import Counter
@@ -37,6 +37,11 @@ def imports_of(module: str) -> set[str]:
 
 def test_no_module_imports_itself_through_others():
     TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()  # raises CycleError
+
+
+def test_only_the_folder_of_cuda_asks_torch_for_cuda():
+    others = (path for path in FILES if "cuda" not in path.relative_to(ROOT).parts)
+    assert [str(path) for path in others if "torch.cuda" in path.read_text(encoding="utf-8")] == []
 
 
 def test_folders_and_file_names_can_be_searched():

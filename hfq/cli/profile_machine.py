@@ -72,6 +72,8 @@ def _print(profile: Profile) -> None:
     )
     rates = {"disk": profile.disk, "page cache": profile.page_cache, "memory": profile.memory}
     print(", ".join([*(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()), link]))
+    if "accelerators" in profile.machine:
+        print(f"accelerators: {profile.machine['accelerators']}")
     for kind, products in profile.products.items():
         print(
             f"{kind}: "

@@ -11,11 +11,12 @@ import torch
 from hfq.errors import SetupError, nearest
 from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.loaded_model import loader_of
+from hfq.placement.accelerators import accelerator_kind
+from hfq.placement.device_map import AUTOMATIC
 
 __all__ = ["DTYPES", "ModelSize", "as_device_map", "load_model", "text_config"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WORDS = ("cpu", "disk", "auto", "cuda")
 
 
 def as_device_map(placement: str | dict | None, option: str = "device_map") -> Any:
@@ -31,7 +32,7 @@ def as_device_map(placement: str | dict | None, option: str = "device_map") -> A
     """
     if placement is None or isinstance(placement, dict):
         return {"": "cpu"} if placement is None else dict(placement)
-    if placement in ("auto", "balanced", "sequential"):
+    if placement in AUTOMATIC:
         return placement
     if placement.lstrip().startswith("{"):
         try:
@@ -43,10 +44,10 @@ def as_device_map(placement: str | dict | None, option: str = "device_map") -> A
                 found=error,
                 fix="Pass a JSON object such as the expected one.",
             ) from error
-    word = placement.partition(":")[0]
-    if word not in _WORDS:
+    word, words = placement.partition(":")[0], ("cpu", "disk", "auto", "cuda", accelerator_kind())
+    if word not in words:
         raise SetupError(
-            f"{option} {placement} is not a device map.{nearest(word, _WORDS)}",
+            f"{option} {placement} is not a device map.{nearest(word, filter(None, words))}",
             found=placement,
             expected="cpu, disk, auto, cuda:0, or a device map in JSON",
             fix="Use one of these values.",

@@ -48,29 +48,34 @@ class PlannedModel:
 
     def device_map(self, budget: Budget) -> dict[str, Any]:
         """Returns the map for `from_pretrained`, with accelerators as numbers."""
-        devices = set(budget.executes.values())
-        keys = {device: int(device.partition(":")[2]) for device in devices if device.startswith("cuda:")}
+        devices = set(budget.executes.values()) - {"cpu", "disk"}
+        keys = {device: int(device.partition(":")[2] or 0) for device in devices}
         return map_of(budget, self.loading.model, keys)
 
-    def plan(self, device_map: Mapping[str, Any]) -> Plan:
-        """Returns the loader's plan for a map; its devices may be absent from this machine."""
+    def plan(self, device_map: Mapping[str, Any], kind: str = "cuda") -> Plan:
+        """Returns the loader's plan for a map; its devices may be absent from this machine.
+
+        Args:
+            device_map: The map.
+            kind: Device type of the accelerators that it names by number.
+        """
         named = {
-            name: f"cuda:{device}" if isinstance(device, int) else device
+            name: f"{kind}:{device}" if isinstance(device, int) else device
             for name, device in device_map.items()
         }
         return self.loading.plan_for(named)
 
-    def modules(self, device_map: Mapping[str, Any]) -> list[dict]:
+    def modules(self, device_map: Mapping[str, Any], kind: str = "cuda") -> list[dict]:
         """Returns each module's bytes on each device, in model order, as JSON-ready data."""
         order = (name for name, _ in self.loading.model.named_modules())
-        return [asdict(module) for module in self.plan(device_map).modules(order)]
+        return [asdict(module) for module in self.plan(device_map, kind).modules(order)]
 
     def weights_by_device(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
         """Returns the planned bytes on each device.
 
         Buffers that no file stores count toward the execution device `main`.
         """
-        plan, model = self.plan(device_map), self.loading.model
+        plan, model = self.plan(device_map, main.partition(":")[0]), self.loading.model
         planned = {entry.name for entry in plan.entries}
         computed = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in planned)
         devices = plan.nbytes_by_device()

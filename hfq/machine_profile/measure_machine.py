@@ -31,6 +31,7 @@ from hfq.machine_profile.model_probes import DepthProbe
 from hfq.machine_profile.product_probes import Layer, ProductProbe, layers_of
 from hfq.machine_profile.read_probes import BesideProbe, ReadProbe
 from hfq.machine_profile.zero3_ranks import measure_ranks
+from hfq.placement.accelerators import describe_accelerator, free_nbytes, list_accelerators
 from hfq.placement.estimate.profile import Profile
 
 __all__ = ["MachineProbe", "default_folder", "disk_file", "measure_machine"]
@@ -68,7 +69,7 @@ def measure_machine(
         machine = MachineProbe(file, Path(models), size, quick)
         for _ in range(rounds):
             machine.measure()
-        profile = machine.profile(machine_facts(folder) | {"threads": str(torch.get_num_threads())})
+        profile = machine.profile(machine_facts(folder) | _device_facts())
     products, calls = {}, {}
     usual = [
         Fp8(strategy="block", block_structure=(128, 128)),
@@ -95,8 +96,8 @@ def measure_machine(
         products=products,
         calls=calls,
         zero3=zero3,
-        host_to_device=_link_rate(),
-        device_memory=_device_rate(),
+        host_to_device=_link_rate(nbytes),
+        device_memory=_device_rate(nbytes),
     )
 
 
@@ -217,31 +218,53 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
         file.unlink()
 
 
-def _device_rate() -> float | None:
-    """Returns the memory read rate of the first accelerator in bytes per second, or None."""
-    if not torch.cuda.is_available():
+def _device_facts() -> dict[str, str]:
+    """Returns the threads of the CPU, and name and bytes of each accelerator."""
+    threads = {"threads": str(torch.get_num_threads())}
+    found = [describe_accelerator(device) for device in list_accelerators()]
+    texts = [f"{each.device}: {each.model}, {each.total_nbytes:,} B" for each in found]
+    return threads | {"accelerators": "; ".join(texts)} if texts else threads
+
+
+def _device_rate(nbytes: int) -> float | None:
+    """Returns the memory read rate of the first accelerator in bytes per second, or None.
+
+    Args:
+        nbytes: The most bytes to read; fewer if the accelerator has less free memory.
+    """
+    if not torch.accelerator.is_available():
         return None
-    values = torch.zeros(1 << 28, device="cuda")
+    values = torch.zeros(_within_free(nbytes) // 4, device=list_accelerators()[0])
     best = float("inf")
     for _ in range(5):
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         started = time.perf_counter()
         values.sum().item()
         best = min(best, time.perf_counter() - started)
     return values.nbytes / best
 
 
-def _link_rate() -> float | None:
-    """Returns the copy rate from pinned memory to the first accelerator, or None without one."""
-    if not torch.cuda.is_available():
+def _link_rate(nbytes: int) -> float | None:
+    """Returns the copy rate from pinned memory to the first accelerator, or None without one.
+
+    Args:
+        nbytes: Four times the most bytes to copy; fewer if the accelerator has less free memory.
+    """
+    if not torch.accelerator.is_available():
         return None
-    source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device="cuda")
+    source = torch.empty(_within_free(nbytes // 4), dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=list_accelerators()[0])
     best = float("inf")
     for _ in range(5):
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         started = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - started)
     return source.nbytes / best
+
+
+def _within_free(nbytes: int) -> int:
+    """Returns at most half of the free bytes of the first accelerator."""
+    free = free_nbytes(list_accelerators()[0])
+    return nbytes if free is None else min(nbytes, free // 2)

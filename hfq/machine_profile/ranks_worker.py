@@ -37,7 +37,7 @@ class RanksWorker:
     def __init__(self, rank: int, world: int, port: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        if not torch.cuda.is_available():
+        if not torch.accelerator.is_available():
             os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
         import deepspeed
 

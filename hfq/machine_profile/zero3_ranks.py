@@ -10,14 +10,13 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import torch
-
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
 from hfq.loading.dry_run import open_model
 from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
 from hfq.machine_profile.probe_models import GPTQ4, Architecture, make_checkpoint
 from hfq.machine_profile.product_probes import Layer, ProductProbe
+from hfq.placement.accelerators import accelerator_kind
 from hfq.placement.estimate.profile import Zero3Rates
 from hfq.placement.zero.model_states import count_states
 
@@ -79,8 +78,7 @@ class RanksProbe:
         states = count_states(Checkpoint.open(self._paths["wide"]))
         gathered = sum(states.quantized) + sum(states.frozen) * states.itemsize
         gathering = gathered / max(seconds["wide"] - computing, seconds["wide"] / 100)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return Zero3Rates(self._count, device, gathering, slowdown, each, step)
+        return Zero3Rates(self._count, accelerator_kind() or "cpu", gathering, slowdown, each, step)
 
 
 def measure_ranks(count: int, quick: bool = False) -> Zero3Rates:

@@ -242,3 +242,10 @@ def test_panels_of_an_accelerator_are_larger(monkeypatch):
     monkeypatch.setattr(Fp8, "dequantize_into", lambda *_: None)
     sizes = [panel.shape[0] for _, panel in reference._panels(tensors, weight_format, torch.float32)]
     assert sizes == [512] == [min(512, reference.ACCELERATOR_PANEL_NBYTES // (4 * 4096))]
+
+
+def test_the_capability_of_a_device_is_told_for_cuda_alone(monkeypatch):
+    found = {torch.device("cuda:1"): (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
+    assert libraries.capability_of("cuda:1") == "compute capability 9.0"
+    assert libraries.capability_of("xpu:0") == ""

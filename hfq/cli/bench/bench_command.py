@@ -102,7 +102,7 @@ def _parse_max_memory(text: str, device_map: str) -> dict[str, int]:
     limits: dict[str, int] = {}
     for part in text.split(","):
         device, separator, size = (piece.strip() for piece in part.partition("="))
-        if not separator or not re.fullmatch(r"cpu|disk|(cuda:)?[0-9]+", device):
+        if not separator or not re.fullmatch(r"cpu|disk|([a-z]+:)?[0-9]+", device):
             raise SetupError(
                 f"--max-memory {text} is not valid.",
                 expected="DEVICE=SIZE, separated by commas; DEVICE is cpu, disk, or cuda:0",

@@ -21,6 +21,7 @@ from hfq.loading.loaded_model import loader_of
 from hfq.loading.model_loader import ModelLoader
 from hfq.machine_profile.machine_limits import cached_share
 from hfq.machine_profile.worker_process import memory, reset_peak, serve
+from hfq.placement.accelerators import list_accelerators
 from hfq.placement.estimate.profile import Profile, read_profile
 from hfq.placement.estimate.roofline import TERMS
 from hfq.runtime.predicted_memory import predict_memory
@@ -138,8 +139,9 @@ class BenchWorker:
     def memory(self) -> dict[str, Any]:
         """Peak growth of the process since before the load, and peak memory of the accelerators."""
         peak = memory().get("peak_rss")
-        devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-        on_devices = {f"cuda:{index}": torch.cuda.max_memory_allocated(index) for index in devices}
+        on_devices = {
+            device: torch.accelerator.max_memory_allocated(device) for device in list_accelerators()
+        }
         return {
             "peak_memory_nbytes": None if peak is None else max(peak - self._before, 0),
             "peak_device_memory_nbytes": {device: nbytes for device, nbytes in on_devices.items() if nbytes},
@@ -205,7 +207,7 @@ def _from_cache(profile: Profile, share: float) -> Profile:
 
 def _as_key(device: str) -> int | str:
     """Returns a device as a key of `max_memory`: an accelerator by its number."""
-    number = device.removeprefix("cuda:")
+    number = device.rpartition(":")[2]
     return int(number) if number.isdigit() else device
 
 

@@ -53,16 +53,18 @@ def device_findings() -> Iterator[Finding]:
     """Yields the accelerators that torch finds, with their memory."""
     import torch
 
-    count = torch.cuda.device_count()
-    for index in range(count):
-        facts = torch.cuda.get_device_properties(index)
-        free, _ = torch.cuda.mem_get_info(index)
-        sizes = f"{facts.total_memory / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
-        text = f"cuda:{index}: {facts.name}, {sizes}, compute capability {facts.major}.{facts.minor}"
+    from hfq.kernels.cuda.libraries import capability_of
+    from hfq.kernels.registry import KERNELS
+    from hfq.placement.accelerators import accelerator_kind, describe_accelerator, list_accelerators
+
+    for device in list_accelerators():
+        text = ", ".join(filter(None, (str(describe_accelerator(device)), capability_of(device))))
         yield Finding("devices", "ok", text)
-    if not count:
-        found = torch.accelerator.current_accelerator()
-        yield Finding("devices", "ok", "no accelerator" if found is None else f"{found.type}: not tested")
+    kind = accelerator_kind()
+    if kind is None:
+        yield Finding("devices", "ok", "no accelerator")
+    elif not any(kind in kernel.devices for kernel in KERNELS.values()):
+        yield Finding("devices", "note", f"{kind}: hfq has no kernel for it; the reference kernel multiplies")
     yield Finding(
         "devices", "ok", f"CPU: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     )

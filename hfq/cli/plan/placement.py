@@ -98,7 +98,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         "prediction": prediction,
         "device_map": device_map,
         "max_memory": limits,
-        "modules": model.modules(device_map),
+        "modules": model.modules(device_map, hardware.kind),
         "files": {
             "device_map.json": json.dumps(device_map, indent=2),
             "load.py": code,
@@ -145,7 +145,7 @@ def _spread(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     weights = model.weights_by_device(device_map, budget.main)
     devices = {}
     for device, capacity in capacities.items():
-        computes = device.startswith("cuda")
+        computes = device not in ("cpu", "disk")
         parts = {
             "weights": weights.get(device, 0),
             "buffer": budget.buffers.get(device, 0),
@@ -159,7 +159,7 @@ def _spread(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     return {
         "devices": devices,
         "device_map": device_map,
-        "modules": model.modules(device_map),
+        "modules": model.modules(device_map, hardware.kind),
         "files": files,
     }
 
@@ -227,19 +227,21 @@ def _hardware(options: PlanOptions) -> Hardware:
 
     known = {} if all(text[:1].isdigit() for text in options.gpu or []) else read_catalog(SHIPPED).gpus
     gpus = parse_gpus(options.gpu or [], known)
+    kind = Hardware.kind
     if not options.gpu and options.cpu is None:
-        gpus = _gpus_here()
+        gpus, kind = _gpus_here()
     cpu = available_memory() or 0 if options.cpu is None else parse_size(options.cpu, "--cpu")
     disk = None if options.disk is None else parse_size(options.disk, "--disk", least=0)
-    return Hardware(gpus, cpu, disk)
+    return Hardware(gpus, cpu, disk, kind)
 
 
-def _gpus_here() -> tuple[int, ...]:
-    import torch
+def _gpus_here() -> tuple[tuple[int, ...], str]:
+    """Returns bytes and device type of the accelerators of this machine."""
+    from hfq.placement.accelerators import accelerator_kind, describe_accelerator, list_accelerators
+    from hfq.placement.estimate.hardware import Hardware
 
-    return tuple(
-        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
-    )
+    sizes = tuple(describe_accelerator(device).total_nbytes for device in list_accelerators())
+    return tuple(filter(None, sizes)), accelerator_kind() or Hardware.kind
 
 
 def _describe(hardware: Hardware, options: PlanOptions) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class CheckpointSwapper:
         buffer = (
             free.pop()
             if free
-            else torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            else torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
         )
         self._loaned[parameter.ds_id] = buffer
         self.most_nbytes = max(self.most_nbytes, sum(loaned.numel() for loaned in self._loaned.values()))

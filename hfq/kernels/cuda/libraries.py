@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LIBRARIES", "Library", "capability", "probe"]
+__all__ = ["LIBRARIES", "Library", "capability", "capability_of", "probe"]
 
 _GPTQMODEL = "hfq does not call it: it requires a second, repacked copy of the weight"
 
@@ -61,6 +61,14 @@ Sources: torch's documentation of `scaled_mm`; pytorch#153555, #158037; gptqmode
 def capability() -> tuple[int, int] | None:
     """Returns the compute capability of the first CUDA device; None if there is no device."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def capability_of(device: str) -> str:
+    """Returns the compute capability of a CUDA device in words; empty for other devices."""
+    found = torch.device(device)
+    if found.type != "cuda":
+        return ""
+    return f"compute capability {_dotted(torch.cuda.get_device_capability(found))}"
 
 
 @functools.cache

@@ -39,20 +39,23 @@ class Hardware:
         gpus: Memory of each accelerator, in bytes.
         cpu: Usable memory of the host, in bytes.
         disk: Bytes of the checkpoint that may stay on disk; None for no limit.
+        kind: Device type of the accelerators.
     """
 
     gpus: tuple[int, ...] = ()
     cpu: int = 0
     disk: int | None = None
+    kind: str = "cuda"
 
     @property
     def main(self) -> str:
         """Execution device: the first accelerator, or the CPU."""
-        return "cuda:0" if self.gpus else "cpu"
+        return f"{self.kind}:0" if self.gpus else "cpu"
 
     def capacities(self) -> dict[str, int]:
         """Returns the bytes that each device of a device map may hold; no entry means no limit."""
-        devices = {f"cuda:{index}": nbytes for index, nbytes in enumerate(self.gpus)} | {"cpu": self.cpu}
+        devices = {f"{self.kind}:{index}": nbytes for index, nbytes in enumerate(self.gpus)}
+        devices["cpu"] = self.cpu
         return devices if self.disk is None else devices | {"disk": self.disk}
 
 

@@ -71,3 +71,5 @@ def test_unknown_accelerators_are_refused(text, said):
 def test_the_first_accelerator_computes():
     assert Hardware(cpu=5).main == "cpu"
     assert Hardware((3, 4), 5, 6).capacities() == {"cuda:0": 3, "cuda:1": 4, "cpu": 5, "disk": 6}
+    assert Hardware((3, 4), 5, kind="xpu").capacities() == {"xpu:0": 3, "xpu:1": 4, "cpu": 5}
+    assert Hardware((3,), kind="xpu").main == "xpu:0"
