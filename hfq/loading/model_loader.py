@@ -187,7 +187,8 @@ class ModelLoader(LoadState):
         found = execution_map(device_map, self.devices, self.main)
         if len({*found.values(), *self.executes.values()}) == 1:
             return found
-        return leaf_map(self.executes, found, self.main, (name for name, _ in self.model.named_modules()))
+        modules = (name for name, _ in self.model.named_modules())
+        return leaf_map(self.executes, found, self.main, modules, self._unit_devices)
 
     def plan_for(self, device_map: dict[str, Any]) -> Plan:
         """Returns the plan for a map whose devices may be absent; loads nothing."""

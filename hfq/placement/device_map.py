@@ -279,11 +279,16 @@ def execution_devices(
 
 
 def leaf_map(
-    executes: Mapping[str, str], device_map: Mapping[str, str], main: str, modules: Iterable[str]
+    executes: Mapping[str, str],
+    device_map: Mapping[str, str],
+    main: str,
+    modules: Iterable[str],
+    units: Iterable[str] = (),
 ) -> dict[str, int]:
     """Returns the map of execution devices for accelerate, in which no key is above another.
 
-    Devices are numbers.
+    Devices are numbers. Each unit has a key of its own: below a key, accelerate's hooks leave out modules
+    without tensors, such as offloaded layers, and their inputs would stay on another device.
 
     accelerate's hooks send everything below a key to its device, and do not undo it for a longer key
     (`attach_execution_device_hook`, accelerate 1.15). It takes the first of a set of devices for the key `""`
@@ -294,14 +299,16 @@ def leaf_map(
         device_map: Execution device of each key of the user's map, for modules without tensors.
         main: The execution device of all others.
         modules: Names of all modules, parents before their children.
+        units: Names of the decoder layers, and of the leaf modules outside of them.
     """
+    divided = {parent for unit in units for parent in _ancestors(unit)}
     below: dict[str, set[str]] = {}
     for name, device in executes.items():
         for path in _ancestors(name):
             below.setdefault(path, set()).add(device)
     result: dict[str, str] = {}
     for path in modules:
-        if path and not any(parent in result for parent in _ancestors(path)):
+        if path and path not in divided and not any(parent in result for parent in _ancestors(path)):
             found = below.get(path) or {covering_device(path, device_map) or main}
             if len(found) == 1:
                 result[path] = next(iter(found))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hfq.errors import PlacementError
-from hfq.placement.device_map import check_device, check_present, execution_device, resolve_devices
+from hfq.placement.device_map import check_device, check_present, execution_device, leaf_map, resolve_devices
 
 LAYERS = [f"model.layers.{i}" for i in range(12)]
 NAMES = [
@@ -229,6 +229,18 @@ def test_a_gpu_that_this_machine_has_is_named_with_its_number(monkeypatch):
         "cuda:1",
         "cuda:0",
     ]
+
+
+def test_each_unit_has_a_key_of_its_own_in_the_map_for_accelerate():
+    executes = {"model.layers.0.w": "sim:0", "model.layers.1.w": "sim:0", "lm_head.w": "sim:1"}
+    modules = ["", "model", "model.layers", "model.layers.0", "model.layers.1", "model.rotary", "lm_head"]
+    units = ["model.layers.0", "model.layers.1", "lm_head"]
+    assert leaf_map(executes, {"": "sim:1"}, "sim:0", modules, units) == {
+        "model.layers.0": 0,
+        "model.layers.1": 0,
+        "model.rotary": 1,
+        "lm_head": 1,
+    }
 
 
 @pytest.mark.parametrize(
