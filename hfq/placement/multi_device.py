@@ -15,7 +15,7 @@ from hfq.placement.budget import Budget, Shortage, Unit, find_budget, store_unit
 
 __all__ = ["plan_accelerators"]
 
-_EVEN = (1, 1.1, 1.25, 1.5, math.inf)
+_EVEN = (1, 1.1, 1.25, 1.5, 2, 3, math.inf)
 """Sizes of the parts that are tried in turn, as multiples of an even part."""
 
 

@@ -117,3 +117,9 @@ def test_what_fits_nowhere_names_limits_that_do():
     fixed = refused.value.fix.partition("max_memory=")[2].partition("}")[0] + "}"
     ways = {f"cuda:{key}" if isinstance(key, int) else key: limit for key, limit in eval(fixed).items()}
     plan_accelerators(UNITS, ways, layer_nbytes=10, device_nbytes=10)
+
+
+def test_a_unit_larger_than_an_even_part_does_not_put_all_on_one_accelerator():
+    units = [*(Unit(f"h.{index}", 116, "block") for index in range(4)), Unit("lm_head", 786, "other")]
+    budget = plan_accelerators(units, {f"xpu:{index}": 10_000 for index in range(3)})
+    assert list(budget.devices.values()) == ["xpu:0"] * 4 + ["xpu:1"]
