@@ -102,7 +102,8 @@ class Worker:
         buffer, self._buffer = self._buffer, None
         self.depth += 1
         try:
-            return use(buffer)
+            with self._modes.within_stream(buffer.device):
+                return use(buffer)
         finally:
             self.depth -= 1
 
@@ -119,12 +120,14 @@ class Worker:
 
 
 class _Modes:
-    """torch's modes of the creating thread: gradients, inference, autocast, and the stream."""
+    """torch's modes of the creating thread: gradients, inference, autocast, device, and streams."""
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._stream = None if accelerator is None else torch.accelerator.current_stream()
+        count = 0 if accelerator is None else torch.accelerator.device_count()
+        self._streams = [torch.accelerator.current_stream(index) for index in range(count)]
+        self._device = torch.accelerator.current_device_index() if count else None
         devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -133,22 +136,42 @@ class _Modes:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
+        """Gives these modes to a new thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._gradients))
-            if self._stream is not None:
-                stack.enter_context(self._stream)
+            for index, stream in enumerate(self._streams):
+                if torch.accelerator.current_stream(index) != stream:
+                    torch.accelerator.set_stream(stream)  # and its device
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)
             for kind, dtype, is_enabled in self._autocast:
                 if is_enabled:
                     stack.enter_context(torch.autocast(kind, dtype))
             yield
+
+    @contextlib.contextmanager
+    def within_stream(self, device: torch.device) -> Iterator[None]:
+        """Orders this thread's stream after and before the creating thread's, which waits for the copies."""
+        if device.type == "cpu":
+            yield
+            return
+        own, other = torch.accelerator.current_stream(device), self._streams[device.index or 0]
+        if own == other:
+            yield
+            return
+        own.wait_stream(other)
+        try:
+            yield
+        finally:
+            other.wait_stream(own)
 
 
 def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Runs jobs together; each unit is read once for all jobs that wait for it.
 
     Args:
-        streamer: The offloader of the model that the jobs run.
+        offloader: The offloader of the model that the jobs run.
         jobs: Functions that each run the model one or more times.
 
     Returns:

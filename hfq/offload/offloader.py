@@ -275,10 +275,10 @@ class Offloader:
 
         @functools.wraps(forward)
         def one_pass(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = send_to(args, self.device), send_to(kwargs, self.device)
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.begin_pass()
-            args, kwargs = send_to(args, self.device), send_to(kwargs, self.device)
             self.prefetch_order.begin()
             is_complete = False
             try:

@@ -1,6 +1,6 @@
-"""Device maps of the tiny models over simulated accelerators, with cpu and disk."""
+"""Device maps of the tiny models over simulated accelerators with cpu and disk, and orders of streams."""
 
-__all__ = ["LAYERS", "MIXED"]
+__all__ = ["LAYERS", "MIXED", "ORDERS"]
 
 LAYERS = [f"model.layers.{index}" for index in range(4)]
 MIXED = {
@@ -15,3 +15,9 @@ MIXED = {
     },
 }
 """Maps of four layers: on one and on two accelerators, with cpu and disk."""
+ORDERS = {
+    "eager": {},
+    "lazy": {"default": "lazy", "others": "lazy"},
+    "slow": {"default": 30, "others": 300},
+}
+"""Arguments of the simulation's `streams` for each order of streams."""
