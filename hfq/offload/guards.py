@@ -1,17 +1,20 @@
-"""Checks around a unit: inputs without values, outputs in the buffer, unnamed errors."""
+"""Checks around units: inputs without values, outputs in the buffer, moves, unnamed errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree
 
 from hfq.errors import HfqError, PlacementError
 from hfq.modules.graph_capture import check_not_captured, is_captured
+from hfq.modules.offloaded_parameter import check_stays
 
-__all__ = ["check_inputs", "in_unit", "own_outputs", "send_to"]
+__all__ = ["check_inputs", "check_moves", "in_unit", "own_outputs", "send_to"]
 
 
 def check_inputs(name: str, inputs: Sequence[object]) -> None:
@@ -33,6 +36,24 @@ def check_inputs(name: str, inputs: Sequence[object]) -> None:
             found="a tensor on meta",
             fix=f'Add {{"{name}": "cpu"}} to device_map.',
         )
+
+
+def check_moves(root: nn.Module, offloaded: Mapping[torch.device, str]) -> None:
+    """Makes a move of a whole model fail before any part of it has moved.
+
+    Args:
+        root: The model.
+        offloaded: The name of an offloaded part of each execution device.
+    """
+    apply = root._apply
+
+    @functools.wraps(apply)
+    def moved(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for device, name in offloaded.items():
+            check_stays(name, device, fn(torch.empty(0, device=device)).device)
+        return apply(fn, recurse)
+
+    root._apply = moved  # type: ignore[method-assign,assignment]
 
 
 def send_to(inputs: Any, device: torch.device) -> Any:

@@ -28,7 +28,7 @@ from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
 from hfq.offload.expert_cache import ExpertCache, cache_nbytes
-from hfq.offload.guards import check_inputs, in_unit, own_outputs, send_to
+from hfq.offload.guards import check_inputs, check_moves, in_unit, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
 from hfq.offload.pinned_weights import PinnedWeights
@@ -221,6 +221,9 @@ class Offloader:
             and root not in [unit.module for unit in units]
         ):
             self._wrap_root(root)
+            offloaded = {unit.device: unit.name for unit in self.units}
+            offloaded |= {module.compute_device: module.name for module in on_demand}
+            check_moves(root, offloaded)
 
     def _wrap(self, index: int, unit: OffloadUnit) -> None:
         forward, binding = unit.module.forward, self._bindings[index]
