@@ -235,7 +235,7 @@ class ModelLoader(LoadState):
         executes |= {target: executes.get(source, self.main) for target, source in ties.items()}
         return {name: executes.get(name, self.main) for name in self.devices}
 
-    def _execution_device_of(self, module: str) -> torch.device:
+    def execution_device_of(self, module: str) -> torch.device:
         """Returns the execution device of a unit, or of a module in or above a unit."""
         path = module
         while path and path not in self._unit_devices:
@@ -287,11 +287,11 @@ class ModelLoader(LoadState):
             brought,
             self._hidden - self._quantized_names,
             self.devices,
-            self._execution_device_of,
+            self.execution_device_of,
         )
         on_demand = [module for name, module in brought.items() if name in experts]
         for module in on_demand:
-            module.onload_to(self._execution_device_of(module.name))
+            module.onload_to(self.execution_device_of(module.name))
         if units or on_demand:
             self.offloader = Offloader(
                 units, self.reader, self.main, on_demand, self._offload_options(), self.model, self.pinned
@@ -300,7 +300,7 @@ class ModelLoader(LoadState):
                 if isinstance(module, QuantizedExperts) and on_demand:
                     module.prefetch = self.offloader.experts.prefetch
         for name, module in staying.items():
-            CpuExecution(self._execution_device_of(name), self.config.execute_cpu_layers_on).serve(module)
+            CpuExecution(self.execution_device_of(name), self.config.execute_cpu_layers_on).serve(module)
         if self.offloader is not None or staying:
             report_device(self.model, torch.device(self.main))
         self._settle_mapped()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hfq.offload.spans import Span, overlap_levels
@@ -24,7 +24,8 @@ _TRACKS = {
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     """Returns a trace with one complete event per span, in the order of their starts.
 
-    Viewers drop events that overlap on one track. Such spans get further tracks: "read 2", "read 3".
+    Viewers drop events that overlap on one track. Such spans get further tracks: "read 2", "read 3". If spans
+    of a kind are of several devices, each device has a track: "copy sim:0", "copy sim:1".
 
     Args:
         spans: The spans of a recording, in any order. The first one starts at 0 in the trace.
@@ -32,18 +33,29 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     ordered = sorted(spans, key=lambda span: span.start)
     names: list[str] = []
     events: list[dict[str, Any]] = []
-    for track in dict.fromkeys(_TRACKS.values()):
-        in_track = [span for span in ordered if _TRACKS[span.track] == track]
+    for track, in_track in _by_track(ordered).items():
         levels = overlap_levels(in_track)
         for span, level in zip(in_track, levels, strict=True):
             events.append(_complete_event(span, ordered[0].start, thread_id=len(names) + level + 1))
-        names += [f"{track} {level + 1}" if level else track for level in range(max(levels, default=-1) + 1)]
+        names += [f"{track} {level + 1}" if level else track for level in range(max(levels) + 1)]
     events.sort(key=lambda event: event["ts"])
     threads = [_metadata_event("thread_name", name, thread_id) for thread_id, name in enumerate(names, 1)]
     return {
         "traceEvents": [_metadata_event("process_name", "hfq"), *threads, *events],
         "displayTimeUnit": "ms",
     }
+
+
+def _by_track(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """Returns the spans of each track, one for each device of a kind of spans."""
+    found: dict[str, list[Span]] = {}
+    for track in dict.fromkeys(_TRACKS.values()):
+        own = [span for span in spans if _TRACKS[span.track] == track]
+        devices = dict.fromkeys(sorted(span.device for span in own))
+        for device in devices:
+            name = f"{track} {device}".rstrip() if len(devices) > 1 else track
+            found[name] = [span for span in own if span.device == device]
+    return found
 
 
 def _complete_event(span: Span, origin: float, thread_id: int) -> dict[str, Any]:

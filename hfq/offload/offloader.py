@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -179,7 +180,14 @@ class Offloader:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of all offload buffers."""
-        return sum(buffers.nbytes for buffers in self.buffers.values())
+        return sum(self.buffer_nbytes_by_device().values())
+
+    def buffer_nbytes_by_device(self) -> dict[str, int]:
+        """Returns the bytes of all offload buffers on each device."""
+        found = Counter[str]()
+        for buffers in self.buffers.values():
+            found.update(buffers.nbytes_by_device())
+        return dict(found)
 
     def _lay_out(self, unit: OffloadUnit) -> UnitLayout:
         if unit.device.type == "cpu":

@@ -26,34 +26,42 @@ T = TypeVar("T")
 
 
 class Recorder:
-    """Collects spans from the threads that read and the thread that computes.
+    """Collects spans from the threads that read and the threads that compute.
 
     Args:
-        clock: Stamps work that an accelerator does asynchronously.
+        device: The device of the model's inputs.
         units: The names of the units, in the order of their numbers.
+        devices: The execution device of each unit; empty for `device`.
         chunks: The unit of each chunk of a file.
-        unit_clocks: The clock of each unit's device; empty for `clock`.
+        clocks: Clocks of some devices.
     """
 
     def __init__(
         self,
-        clock: Clock,
+        device: torch.device,
         units: Sequence[str] = (),
+        devices: Sequence[torch.device] = (),
         chunks: Mapping[ByteRange, int] | None = None,
-        unit_clocks: Sequence[Clock] = (),
+        clocks: Mapping[torch.device, Clock] | None = None,
     ) -> None:
-        self._clock = clock
-        self._unit_clocks = unit_clocks
-        self._units = units
+        self._device = device
+        self._units, self._devices = units, devices
         self._chunks = chunks or {}
+        self._clocks = dict(clocks or {})
         self._began = time.perf_counter()
-        self._notes: list[tuple[str, str, Any, Any, int, Clock]] = []
+        self._notes: list[tuple[str, str, Any, Any, int, torch.device | None]] = []
         self._copying = threading.Lock()
 
+    def clock(self, device: torch.device) -> Clock:
+        """Returns the clock of a device, which is made once."""
+        if device not in self._clocks:
+            self._clocks[device] = clock_of(device)
+        return self._clocks[device]
+
     def note(self, track: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
-        """Records a span between two times of `time.perf_counter`; a unit may be a number."""
+        """Records a span of the host, between two times of `time.perf_counter`; a unit may be a number."""
         name = unit if isinstance(unit, str) else self._units[unit]
-        self._notes.append((track, name, start, end, nbytes, self._clock))
+        self._notes.append((track, name, start, end, nbytes, None))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
         """Records the read of a chunk."""
@@ -64,48 +72,50 @@ class Recorder:
     def copying(self, unit: int, nbytes: int) -> Iterator[None]:
         """Records the copies that start in this context; copies of other threads wait until it ends."""
         with self._copying:
-            clock = self._clock_of(unit)
+            device = self._device_of(unit)
+            clock = self.clock(device)
             start = clock.stamp_copies()
             yield
-            self._notes.append(("copy", self._units[unit], start, clock.stamp_copies(), nbytes, clock))
+            self._notes.append(("copy", self._units[unit], start, clock.stamp_copies(), nbytes, device))
 
     def computing(
         self, unit: int | str, use: Callable[[torch.Tensor], T], track: str = "compute"
     ) -> Callable[[torch.Tensor], T]:
         """Returns `use`, recorded as the computation of a unit."""
-        name, clock = unit if isinstance(unit, str) else self._units[unit], self._clock_of(unit)
+        name, device = unit if isinstance(unit, str) else self._units[unit], self._device_of(unit)
 
         def noted(region: torch.Tensor) -> T:
-            start = clock.stamp_compute()
+            start = self.stamp(device)
             try:
                 return use(region)
             finally:
-                self._notes.append((track, name, start, clock.stamp_compute(), 0, clock))
+                self.note_computed(track, name, start, device)
 
         return noted
 
-    def stamp(self) -> Any:
-        """Returns a stamp of the time when all computation submitted so far is done."""
-        return self._clock.stamp_compute()
+    def stamp(self, device: torch.device | None = None) -> Any:
+        """Returns a stamp of the time when all computation submitted to a device so far is done."""
+        return self.clock(device or self._device).stamp_compute()
 
-    def note_computed(self, track: str, name: str, start: Any) -> None:
-        """Records the computation that was submitted since a stamp."""
-        self._notes.append((track, name, start, self._clock.stamp_compute(), 0, self._clock))
+    def note_computed(self, track: str, name: str, start: Any, device: torch.device | None = None) -> None:
+        """Records the computation that was submitted to a device since a stamp."""
+        device = device or self._device
+        self._notes.append((track, name, start, self.stamp(device), 0, device))
 
     def spans(self) -> list[Span]:
-        """Returns all spans so far in the order of their starts; waits for an accelerator."""
+        """Returns all spans so far in the order of their starts; waits for the accelerators."""
 
-        def seconds(stamp: Any, clock: Clock) -> float:
-            return (stamp if isinstance(stamp, float) else clock.seconds(stamp)) - self._began
+        def seconds(stamp: Any, device: torch.device | None) -> float:
+            return (stamp if device is None else self.clock(device).seconds(stamp)) - self._began
 
         found = [
-            Span(track, name, seconds(start, clock), seconds(end, clock), nbytes)
-            for track, name, start, end, nbytes, clock in self._notes
+            Span(track, name, seconds(start, device), seconds(end, device), nbytes, str(device or ""))
+            for track, name, start, end, nbytes, device in self._notes
         ]
         return sorted(found, key=lambda span: span.start)
 
-    def _clock_of(self, unit: int | str) -> Clock:
-        return self._unit_clocks[unit] if self._unit_clocks and isinstance(unit, int) else self._clock
+    def _device_of(self, unit: int | str) -> torch.device:
+        return self._devices[unit] if self._devices and isinstance(unit, int) else self._device
 
 
 @contextlib.contextmanager
@@ -128,12 +138,12 @@ def recording(offloader: Offloader) -> Iterator[Recorder]:
         for run in layout.runs
         for wanted, _ in run.chunks(CHUNK_NBYTES)
     }
-    clocks = {device: buffers.clock() for device, buffers in offloader.buffers.items()}
     recorder = Recorder(
-        clocks.get(offloader.device) or clock_of(offloader.device),
+        offloader.device,
         [unit.name for unit in offloader.units],
+        [unit.device for unit in offloader.units],
         chunks,
-        [clocks[unit.device] for unit in offloader.units],
+        {device: buffers.clock() for device, buffers in offloader.buffers.items()},
     )
     offloader.recorder = recorder
     for buffers in offloader.buffers.values():

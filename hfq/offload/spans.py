@@ -28,6 +28,7 @@ class Span:
         start: Seconds since the recording began; negative for work that had begun before.
         end: Seconds since the recording began.
         nbytes: The bytes read or copied.
+        device: Device that computes, or to which bytes are copied; empty for a read or a wait.
     """
 
     track: str
@@ -35,6 +36,7 @@ class Span:
     start: float
     end: float
     nbytes: int = 0
+    device: str = ""
 
 
 def overlap_levels(spans: Iterable[Span]) -> list[int]:

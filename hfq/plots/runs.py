@@ -86,7 +86,8 @@ def _span(fields: Fields) -> Span:
         raise fields.wrong(", ".join(TRACKS), track, "track")
     if end < start:
         raise fields.wrong(f"an end at or after {start}", end, "end")
-    return Span(track, fields.text("name"), start, end, fields.count("nbytes"))
+    device = fields.text("device") if fields.has("device") else ""
+    return Span(track, fields.text("name"), start, end, fields.count("nbytes"), device)
 
 
 def _homes(fields: Fields) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hfq.offload.spans import Span, overlap_levels
@@ -134,7 +134,7 @@ def last_pass(spans: Sequence[Span]) -> tuple[list[Span], float]:
     if passes:
         start, end = passes[-1].start, passes[-1].end
     cut = [
-        Span(span.track, span.name, max(span.start, start) - start, min(span.end, end) - start, span.nbytes)
+        replace(span, start=max(span.start, start) - start, end=min(span.end, end) - start)
         for span in rest
         if span.end > start and span.start < end
     ]

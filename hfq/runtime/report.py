@@ -49,7 +49,8 @@ class OffloadReport:
         units: Number of offloaded units.
         pass_nbytes: Bytes that one pass over all units reads. It leaves out embeddings, which are read by
             row, and experts, which are read when they are routed to.
-        buffer_nbytes: Size of the offload buffer.
+        buffer_nbytes: Size of the offload buffer; of all of them, if there are several.
+        buffers: Their bytes on each device. Beside an accelerator they are also on the host.
         huge_page_nbytes: Bytes of it in huge pages; None if the system does not tell.
         passes: Completed forward passes of the whole model.
         unit_forwards: Forward passes of units.
@@ -69,6 +70,7 @@ class OffloadReport:
     units: int
     pass_nbytes: int
     buffer_nbytes: int
+    buffers: dict[str, int]
     huge_page_nbytes: int | None
     passes: int
     unit_forwards: int
@@ -243,6 +245,7 @@ def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
         units=len(offloader.units),
         pass_nbytes=offloader.pass_nbytes,
         buffer_nbytes=offloader.buffer_nbytes,
+        buffers=offloader.buffer_nbytes_by_device(),
         huge_page_nbytes=huge[0] if huge else None,
         passes=offloader.passes,
         unit_forwards=prefetch_order.unit_forwards,
@@ -261,9 +264,11 @@ def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
 
 def _offload_lines(offload: OffloadReport) -> list[str]:
     huge = "" if offload.huge_page_nbytes is None else f" ({offload.huge_page_nbytes:,} B in huge pages)"
+    where = ", ".join(f"{nbytes:,} B on {device}" for device, nbytes in offload.buffers.items())
+    where = f" ({where})" if len(offload.buffers) > 1 else ""
     lines = [
         f"{offload.units} offloaded units: {offload.pass_nbytes:,} B per pass, offload buffer of "
-        f"{offload.buffer_nbytes:,} B{huge}, "
+        f"{offload.buffer_nbytes:,} B{where}{huge}, "
         f"{offload.mode} reads",
         f"{offload.passes} passes, {offload.unit_forwards} unit forwards, "
         f"{offload.prefetch_misses} prefetch misses, "

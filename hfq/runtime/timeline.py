@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import nn
 from hfq.loading.loaded_model import loader_of
 from hfq.loading.model_loader import ModelLoader
 from hfq.offload.chrome_trace import chrome_trace
-from hfq.offload.copy_stream import clock_of
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
 from hfq.runtime.predicted_speed import takes_tokens
@@ -91,33 +89,34 @@ def _recorder(loading: ModelLoader) -> Iterator[Recorder]:
         with recording(loading.offloader) as recorder:
             yield recorder
         return
-    yield Recorder(clock_of(torch.device(loading.main)))
+    yield Recorder(torch.device(loading.main))
 
 
 @contextlib.contextmanager
 def _hooked(loading: ModelLoader, recorder: Recorder) -> Iterator[None]:
     """Records forward passes of the whole model, and of modules that are not offloaded."""
-    handles = [*_noted(loading.model, functools.partial(recorder.note_computed, "pass", ""), recorder)]
+    handles = [*_noted(loading.model, "pass", "", recorder, torch.device(loading.main))]
     streamed = set() if loading.offloader is None else {unit.module for unit in loading.offloader.units}
     try:
         for name, module in _units("", loading.model, set(loading.model._no_split_modules or ())):
             if module not in streamed:
-                handles += _noted(module, functools.partial(recorder.note_computed, "other", name), recorder)
+                handles += _noted(module, "other", name, recorder, loading.execution_device_of(name))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _noted(module: nn.Module, note: Callable[[Any], None], recorder: Recorder) -> list[Any]:
+def _noted(module: nn.Module, track: str, name: str, recorder: Recorder, device: torch.device) -> list[Any]:
     begun: dict[int, Any] = {}
+    recorder.clock(device)  # made here, since it waits for the device
 
     def begin(*_: object) -> None:
-        begun[threading.get_ident()] = recorder.stamp()
+        begun[threading.get_ident()] = recorder.stamp(device)
 
     def end(*_: object) -> None:
         if threading.get_ident() in begun:
-            note(begun.pop(threading.get_ident()))
+            recorder.note_computed(track, name, begun.pop(threading.get_ident()), device)
 
     return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 

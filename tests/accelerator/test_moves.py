@@ -59,5 +59,5 @@ def test_a_cast_changes_the_dtype_of_activations(sim, expected, placement):
     model = load(GPTQ, MIXED[placement])
     assert model.to(torch.bfloat16) is model
     assert torch.equal(logits(model), expected[torch.bfloat16])
-    with pytest.raises(ValueError, match="`.half\\(\\)` is not supported"):  # of transformers
+    with pytest.raises(ValueError, match=r"`.half\(\)` is not supported"):  # of transformers
         model.half()

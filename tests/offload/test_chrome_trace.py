@@ -87,3 +87,14 @@ def test_events_are_in_order_and_no_two_of_one_track_overlap():
 
 def test_an_empty_recording_is_an_empty_trace():
     assert events_of(chrome_trace([]), "X") == []
+
+
+def test_the_spans_of_each_of_several_devices_have_tracks_of_their_own():
+    spans = [Span("copy", "a", 0.0, 2.0, 1, f"cuda:{index}") for index in (1, 0)]
+    spans += [Span("copy", "b", 1.0, 3.0, 1, "cuda:0"), Span("pass", "", 0.0, 3.0, 0, "cuda:0")]
+    assert list(tracks_of(chrome_trace(spans)).values()) == [
+        "pass",
+        "copy cuda:0",
+        "copy cuda:0 2",
+        "copy cuda:1",
+    ]

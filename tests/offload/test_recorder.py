@@ -16,6 +16,7 @@ from hfq.offload.unit_layout import lay_out_on_device
 from tests.offload.conftest import SIZE
 from tests.support.fake_copy_stream import FakeLane
 
+DEVICE = torch.device("meta")
 OPTIONS = OffloadOptions("buffered", threads=2, read_ahead_nbytes=0)
 
 
@@ -93,7 +94,7 @@ def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
         pool,
         track,
     )
-    recorder = buffers.recorder = Recorder(buffers.clock(), ["0", "1", "2"])
+    recorder = buffers.recorder = Recorder(DEVICE, ["0", "1", "2"], clocks={DEVICE: buffers.clock()})
     try:
         for unit in range(3):
             assert buffers.start(unit, [])
