@@ -54,6 +54,7 @@ from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.placement.accelerators import check_room
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import (
+    ancestors,
     check_device,
     check_present,
     execution_device,
@@ -206,7 +207,10 @@ class ModelLoader(LoadState):
             devices[target] = devices.get(source, devices[target])
         # a device of the map may store nothing, if everything of it is offloaded
         asked = [(check or check_device)(value, key) for key, value in (device_map or {}).items()]
-        self.devices, self.main = devices, execution_device([*devices.values(), *asked])
+        places = {path: place for place, (path, _) in enumerate(self.model.named_modules())}
+        owners = {name: max((places.get(path, 0) for path in ancestors(name)), default=0) for name in devices}
+        ordered = sorted(devices, key=owners.__getitem__)  # in the order of the model
+        self.devices, self.main = devices, execution_device([*map(devices.__getitem__, ordered), *asked])
         self.executes = self._settle_execution()
         return names
 

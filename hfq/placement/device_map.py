@@ -18,6 +18,7 @@ from hfq.placement.accelerators import free_nbytes, list_accelerators
 __all__ = [
     "AUTOMATIC",
     "absent_accelerator",
+    "ancestors",
     "check_device",
     "check_present",
     "covering_device",
@@ -86,15 +87,15 @@ def resolve_devices(
 
 def _largest_modules(uncovered: Iterable[str], covered: Iterable[str]) -> list[str]:
     """Returns the largest modules, or tensors, that hold the uncovered tensors alone."""
-    partly = {parent for name in covered for parent in _ancestors(name)}
+    partly = {parent for name in covered for parent in ancestors(name)}
     return list(
         dict.fromkeys(
-            next(part for part in [*_ancestors(name), name] if part not in partly) for name in uncovered
+            next(part for part in [*ancestors(name), name] if part not in partly) for name in uncovered
         )
     )
 
 
-def _ancestors(name: str) -> list[str]:
+def ancestors(name: str) -> list[str]:
     """Returns the dotted names above a name, the shortest first, without the root."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
@@ -301,19 +302,19 @@ def leaf_map(
         modules: Names of all modules, parents before their children.
         units: Names of the decoder layers, and of the leaf modules outside of them.
     """
-    divided = {parent for unit in units for parent in _ancestors(unit)}
+    divided = {parent for unit in units for parent in ancestors(unit)}
     below: dict[str, set[str]] = {}
     for name, device in executes.items():
-        for path in _ancestors(name):
+        for path in ancestors(name):
             below.setdefault(path, set()).add(device)
     result: dict[str, str] = {}
     for path in modules:
-        if path and path not in divided and not any(parent in result for parent in _ancestors(path)):
+        if path and path not in divided and not any(parent in result for parent in ancestors(path)):
             found = below.get(path) or {covering_device(path, device_map) or main}
             if len(found) == 1:
                 result[path] = next(iter(found))
     for name, device in executes.items():
-        if not any(parent in result for parent in _ancestors(name)):
+        if not any(parent in result for parent in ancestors(name)):
             result[name] = device
     return {name: int(device.partition(":")[2] or 0) for name, device in result.items()}
 

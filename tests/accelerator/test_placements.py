@@ -17,6 +17,7 @@ MAPS = {
     "1+disk": {"": "sim:0", LAYERS[1]: "disk", LAYERS[2]: "disk"},
     "1+cpu+disk": {"": "sim:0", LAYERS[0]: "disk", LAYERS[1]: "cpu", LAYERS[3]: "disk"},
     "2": {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"},
+    "2 by layers": {"": "sim:1", "model.embed_tokens": "sim:0", "lm_head": "sim:0", LAYERS[1]: "disk"},
     "2 by a parent key": {"model": "sim:1", "lm_head": "sim:1", LAYERS[0]: 0},
     "2+cpu+disk": {
         "": "sim:1",
