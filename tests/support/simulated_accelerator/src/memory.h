@@ -134,8 +134,10 @@ struct Memory final : c10::DeviceAllocator {
   }
 
   void recordStream(const c10::DataPtr& ptr, c10::Stream stream) override {
-    if (auto* block = static_cast<Block*>(ptr.get_context()); block && stream.id() != block->stream)
-      block->also.insert(stream.id());
+    auto* block = static_cast<Block*>(ptr.get_context());
+    if (!block || stream.id() == block->stream) return;
+    std::lock_guard<std::mutex> lock(devices[block->device].mutex);  // several threads record one block
+    block->also.insert(stream.id());
   }
 
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
