@@ -89,11 +89,11 @@ class AcceleratorCopyStream:
             return whole[first : first + nbytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with self._stream:
+        with self._entered():
             target.copy_(source, non_blocking=True)
 
     def bring(self, memory: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False), self._stream:
+        with torch.inference_mode(False), self._entered():
             target = torch.empty_like(memory, device=self._device)
             target.copy_(memory, non_blocking=True)
         self._stream.record_event().synchronize()
@@ -131,6 +131,17 @@ class AcceleratorCopyStream:
 
     def clock(self) -> Clock:
         return EventClock(self._device, self._stream)
+
+    def _entered(self) -> torch.Stream:
+        """Returns a new object of the copy stream, to enter it in this thread.
+
+        A `torch.Stream` keeps the stream that it replaced in the object. Two threads that enter one object
+        leave each other's stream current.
+        """
+        stream = self._stream
+        return torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def _compute_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)

@@ -1,5 +1,7 @@
 """Tests that routed experts on cpu and disk beside accelerators give the same bits."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -50,4 +52,20 @@ def test_logits_are_equal(sim, checkpoint, placement, order, cache):
     with sim.streams(**ORDERS[order]), torch.no_grad():
         model = load(path, maps[placement], expert_cache_size=cache)
         found = [model(TOKENS).logits.cpu() for _ in range(2)]
+    assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize("checkpoint", ["mixtral fused gate_up, fp8"], indirect=True)
+def test_two_threads_share_a_cache_smaller_than_a_layer(sim, checkpoint):
+    path, maps, expected = checkpoint
+    model = load(path, maps["1+cpu+disk"], expert_cache_size=20_000)
+
+    def passes():
+        with torch.no_grad(), torch.Stream("sim:0"):
+            return [model(TOKENS).logits.cpu() for _ in range(50)]
+
+    with sim.streams(default=20, others=50), ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(passes) for _ in range(2)]
+        found = [logits for thread in threads for logits in thread.result()]
+    assert len(found) == 100
     assert all(torch.equal(each, expected) for each in found)
