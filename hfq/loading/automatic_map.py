@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import flat_layout
@@ -59,7 +60,7 @@ def plan_map(
     match: CheckpointMatch,
     dtypes: Mapping[str, torch.dtype],
     max_memory: Mapping[int | str, int],
-    expert_cache_nbytes: int = 0,
+    expert_cache_nbytes: int | None = None,
     strategy: str = "auto",
 ) -> tuple[dict[str, Any], Budget]:
     """Plans a device map from the stored bytes and the memory that offloading needs.
@@ -69,7 +70,8 @@ def plan_map(
         match: Places of its tensors in the checkpoint.
         dtypes: Dtype of each unquantized tensor after the load.
         max_memory: Bytes that each device may hold, with transformers' keys.
-        expert_cache_nbytes: Size of the cache for offloaded experts, in bytes.
+        expert_cache_nbytes: Size of the cache for offloaded experts, in bytes; None for what is left
+            besides a context (`context_nbytes`).
         strategy: The automatic device map, for several accelerators.
 
     Returns:
@@ -83,10 +85,12 @@ def plan_map(
     units, main = gather_units(model, match, dtypes), next(iter(keys))
     if len(computing_devices(max_memory)) > 1:
         budget = plan_accelerators(
-            units, capacities, strategy=strategy, expert_cache_nbytes=expert_cache_nbytes
+            units, capacities, strategy=strategy, expert_cache_nbytes=expert_cache_nbytes or 0
         )
     else:
-        budget = plan_devices(units, capacities, main, expert_cache_nbytes)
+        budget = plan_devices(units, capacities, main, expert_cache_nbytes or 0)
+    if expert_cache_nbytes is None and budget.on_demand_nbytes:
+        budget = budget.with_default_caches(units, context_nbytes(model))
     logger.info("hfq: placed by max_memory: %s", budget)
     return map_of(budget, model, keys), budget
 

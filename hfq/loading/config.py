@@ -62,9 +62,10 @@ class HfqConfig(QuantizationConfigMixin):
         disk_checksum: Compares weights read from disk with checksums that are computed during the load, which
             reads every weight once. `"off"` (default) skips the check, `"first"` checks the first read of
             each unit, and `"always"` checks every read.
-        expert_cache_size: Memory for offloaded experts that stay on the execution device after use: bytes as
+        expert_cache_size: Memory for offloaded experts that stay on each execution device after use: bytes as
             an int, or text with a unit such as `"4GiB"`. None (default) uses the memory that an automatic
-            device map leaves free, else a tenth of the available memory.
+            device map leaves free, else what the accelerator has free or a tenth of the host's memory. On
+            an accelerator, room for the KV cache and the activations of 2048 tokens is left out.
         execute_cpu_layers_on: Device that computes quantized layers on the CPU if there is an accelerator.
             `"accelerator"` (default) copies their weights there. `"cpu"` computes on the CPU and moves the
             activations. `"auto"` chooses for each call.

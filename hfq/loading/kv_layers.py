@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from hfq.placement.estimate.kv_cache import Activations, KvLayer
+from hfq.placement.estimate.estimate import Workload
+from hfq.placement.estimate.kv_cache import Activations, KvLayer, activation_nbytes, kv_nbytes
 
-__all__ = ["activation_sizes", "kv_layers"]
+__all__ = ["activation_sizes", "context_nbytes", "kv_layers"]
 
 
 def kv_layers(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
@@ -64,6 +65,14 @@ def activation_sizes(model: PreTrainedModel) -> Activations:
             widest, sum(outs), sum(attention), *[size for size in one if size != config.vocab_size], 0
         )
     return Activations(hidden, widest, int(config.vocab_size), int(config.num_hidden_layers))
+
+
+def context_nbytes(model: PreTrainedModel) -> int:
+    """Returns the bytes of the KV cache and the activations of the default `Workload`, over all layers."""
+    (layers, _), workload = kv_layers(model), Workload()
+    dtype, batch, context = str(model.dtype).removeprefix("torch."), workload.batch, workload.context
+    kv = kv_nbytes(layers, batch, context, dtype, workload.kv_dtype)
+    return kv + activation_nbytes(activation_sizes(model), batch, context, dtype)
 
 
 def _attentions(model: nn.Module) -> dict[int, nn.Module]:

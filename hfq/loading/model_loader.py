@@ -10,7 +10,7 @@ anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context, remember_plan
 from hfq.loading.dequantize import dequantize_model
+from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.mapped_tensors import MappedTensors
 from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
@@ -50,6 +51,7 @@ from hfq.modules.experts import QuantizedExperts
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.expert_cache import default_limits
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.placement.accelerators import check_room
 from hfq.placement.budget import Budget, Unit
@@ -130,7 +132,7 @@ class ModelLoader(LoadState):
             The map of execution devices, for transformers; None if there is no device map.
         """
         if device_map is not None and max_memory is not None:
-            cache = self.config.expert_cache_nbytes or 0
+            cache = self.config.expert_cache_nbytes
             device_map, self.budget = plan_map(
                 self.model, self.match, self._dtypes, max_memory, cache, load_context().strategy
             )
@@ -298,7 +300,13 @@ class ModelLoader(LoadState):
             module.onload_to(self.execution_device_of(module.name))
         if units or on_demand:
             self.offloader = Offloader(
-                units, self.reader, self.main, on_demand, self._offload_options(), self.model, self.pinned
+                units,
+                self.reader,
+                self.main,
+                on_demand,
+                self._offload_options(on_demand),
+                self.model,
+                self.pinned,
             )
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
@@ -338,14 +346,20 @@ class ModelLoader(LoadState):
     def _log_summary(self) -> None:
         log_summary(self, self.load_seconds or 0.0)
 
-    def _offload_options(self) -> OffloadOptions:
-        cache, read_ahead = self.config.expert_cache_nbytes, self._read_ahead_nbytes()
-        if self.budget is not None:
-            left = self.budget.headroom()
-            rooms = [left.get(device, 0) - read_ahead for device in self.budget.executes.values()]
-            cache = max(0, min(rooms, default=0)) if cache is None else cache
+    def _offload_options(self, experts: Sequence[QuantizedModule]) -> OffloadOptions:
+        read_ahead, caches = self._read_ahead_nbytes(), self._cache_limits(experts)
         threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
-        return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, cache, read_ahead)
+        return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, caches, read_ahead)
+
+    def _cache_limits(self, experts: Sequence[QuantizedModule]) -> dict[torch.device | None, int]:
+        """Returns the bytes of the expert cache on each device."""
+        asked, devices = self.config.expert_cache_nbytes, [module.compute_device for module in experts]
+        if asked is not None:
+            return dict.fromkeys(devices, asked)
+        if self.budget is not None:
+            return {device: self.budget.expert_caches.get(str(device), 0) for device in devices}
+        is_accelerated = any(device.type != "cpu" for device in devices)
+        return default_limits(experts, context_nbytes(self.model) if is_accelerated else 0)
 
     def _read_ahead_nbytes(self) -> int:
         """Returns the bytes that the offload buffer may hold beyond the next unit."""

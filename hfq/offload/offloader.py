@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
-from hfq.offload.expert_cache import ExpertCache, cache_nbytes
+from hfq.offload.expert_cache import ExpertCache
 from hfq.offload.guards import check_inputs, check_moves, in_unit, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
@@ -60,15 +60,14 @@ class OffloadOptions:
         mode: `"direct"`, `"buffered"`, or `"auto"`: see `Source`.
         verify: Reads that are checked: see `Source`.
         threads: Number of reader threads.
-        expert_cache_nbytes: The most bytes of routed experts that are kept; None means a tenth of the memory
-            that is available at the load.
+        expert_caches: The most bytes of routed experts that are kept on each device.
         read_ahead_nbytes: The most bytes read ahead beyond the next unit, if units are small.
     """
 
     mode: str = "auto"
     verify: str = "off"
     threads: int = 8
-    expert_cache_nbytes: int | None = None
+    expert_caches: Mapping[torch.device | None, int] = field(default_factory=dict)
     read_ahead_nbytes: int = READ_AHEAD_NBYTES
 
 
@@ -139,9 +138,7 @@ class Offloader:
         self.buffer_overflows = 0
         self.passes = 0
         self.recorder: Recorder | None = None
-        self.experts = ExpertCache(
-            self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand)
-        )
+        self.experts = ExpertCache(self._read, self.pool, options.expert_caches)
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _offloaders.add(self)
         self._record()

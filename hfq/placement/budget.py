@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hfq.errors import PlacementError
@@ -20,6 +20,7 @@ __all__ = [
     "Shortage",
     "Unit",
     "buffer_nbytes",
+    "default_cache_nbytes",
     "find_budget",
     "layer_buffer_nbytes",
     "plan_devices",
@@ -104,6 +105,31 @@ class Budget:
         left = self.headroom()
         return max(0, min((READ_AHEAD_NBYTES, *(left[device] for device in self.buffers if device in left))))
 
+    def with_default_caches(self, units: Sequence[Unit], context_nbytes: int = 0) -> Budget:
+        """Returns the same budget with expert caches of the default size.
+
+        They are on the devices that compute offloaded experts, and take nothing from read-ahead.
+
+        Args:
+            units: Units of the model.
+            context_nbytes: Bytes of each accelerator for the KV cache and the activations; those of the host
+                are not counted.
+        """
+        experts: Counter[str] = Counter()
+        for unit in units:
+            device = self.executes.get(unit.name, self.main)
+            if unit.kind == "experts" and self.devices[unit.name] != device:
+                experts[device] += unit.nbytes
+        read_ahead = self.read_ahead_nbytes() if self.buffers else 0
+        left = replace(self, expert_caches={}).headroom()
+        caches = {
+            device: default_cache_nbytes(
+                left.get(device, 0) - read_ahead, nbytes, 0 if device == "cpu" else context_nbytes
+            )
+            for device, nbytes in experts.items()
+        }
+        return replace(self, expert_caches=caches)
+
     def __str__(self) -> str:
         left = self.headroom()
         parts = []
@@ -144,6 +170,17 @@ def plan_devices(
     """
     everything = {main: sum(unit.nbytes for unit in units)}
     return find_budget(capacities, lambda limits: _plan(units, limits, main, expert_cache_nbytes), everything)
+
+
+def default_cache_nbytes(left: int, experts_nbytes: int, context_nbytes: int) -> int:
+    """Returns the bytes of the expert cache of a device, if the user gives none.
+
+    Args:
+        left: Bytes of the device besides weights, offload buffer, and read-ahead.
+        experts_nbytes: Bytes of the offloaded experts that it computes.
+        context_nbytes: Bytes of its KV cache and activations.
+    """
+    return max(0, min(left - context_nbytes, experts_nbytes))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class OffloadReport:
         expert_hits: Number of routed experts that were in the cache.
         expert_misses: Number of routed experts that were read.
         expert_nbytes: Bytes of experts in the cache.
-        expert_cache_nbytes: Size limit of the cache in bytes.
+        expert_cache_nbytes: Size limit of the cache on all devices, in bytes.
     """
 
     mode: str

@@ -1,10 +1,13 @@
 """Tests that routed experts on cpu and disk beside accelerators give the same bits."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from hfq.loading import automatic_map
+from hfq.loading.kv_layers import context_nbytes
 from tests.support import moe_models
 from tests.support.models import load
 
@@ -69,3 +72,48 @@ def test_two_threads_share_a_cache_smaller_than_a_layer(sim, checkpoint):
         found = [logits for thread in threads for logits in thread.result()]
     assert len(found) == 100
     assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize("checkpoint", ["mixtral fused gate_up, fp8"], indirect=True)
+@pytest.mark.parametrize("room", [0, 20_000, 60_000])
+def test_the_cache_takes_what_a_small_device_has_left_besides_a_context(sim, checkpoint, room):
+    path, maps, expected = checkpoint
+    gc.collect()  # models of other tests
+    free, _ = torch.accelerator.get_memory_info(0)
+    model = load(path, maps["1+cpu+disk"], expert_cache_size=0)
+    held = free - torch.accelerator.get_memory_info(0)[0]
+    context = context_nbytes(model)
+    del model
+    gc.collect()
+    other = torch.accelerator.memory_allocated(0)
+    sim.set_capacity(0, other + held + int((context + room) / 0.9) + 2)
+    try:
+        with torch.no_grad():
+            model = load(path, maps["1+cpu+disk"])
+            cache, kept = model.hf_quantizer.loading.offloader.experts, []
+            read = cache._read
+            cache._read = lambda module: kept.append(cache.nbytes) or read(module)
+            found = [model(TOKENS).logits.cpu() for _ in range(3)]
+        limit = cache.limits[torch.device("sim:0")]
+        assert room <= limit <= room + 512
+        assert max(kept) <= limit
+        assert cache.nbytes <= limit
+        assert all(torch.equal(each, expected) for each in found)
+    finally:
+        sim.set_capacity(0, 1 << 30)
+
+
+@pytest.mark.parametrize("checkpoint", ["mixtral fused gate_up, fp8"], indirect=True)
+def test_an_automatic_map_reserves_the_cache_that_is_used(sim, checkpoint, monkeypatch):
+    path, _, expected = checkpoint
+    monkeypatch.setattr(automatic_map, "context_nbytes", lambda model: 1000)
+    units = load(path, {"": "sim:0"}).hf_quantizer.loading.gather_units()
+    limit = sum(unit.nbytes for unit in units if unit.kind != "embedding") - 5000
+    with torch.no_grad():
+        model = load(path, "auto", max_memory={0: limit, "cpu": 1 << 30})
+        assert torch.equal(model(TOKENS).logits.cpu(), expected)
+    loading = model.hf_quantizer.loading
+    assert loading.budget.expert_caches["sim:0"] > 0
+    assert loading.budget.taken("sim:0") <= limit - 1000
+    limits = {str(device): nbytes for device, nbytes in loading.offloader.experts.limits.items()}
+    assert limits == loading.budget.expert_caches

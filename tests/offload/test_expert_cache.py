@@ -38,7 +38,7 @@ def make(pool, budget: int, sizes=(10, 10, 10, 10)):
         reads.append(expert.name)
         return {"weight": expert.name}
 
-    return ExpertCache(read, pool, budget), experts, reads
+    return ExpertCache(read, pool, {None: budget}), experts, reads
 
 
 def test_the_least_recently_used_leaves_first(pool):
