@@ -293,3 +293,14 @@ def test_every_way_out_that_an_error_names_works(units, where, cache):
         for way in ways:
             limits = json.loads(re.sub(r"\b0: ", '"xpu:0": ', way, count=1))
             assert planned(units, limits, main, cache) is not None
+
+
+def test_the_default_cache_takes_what_a_context_leaves():
+    bare = plan_devices(MOE, {"cpu": 140}, "cpu")
+    left, experts = bare.headroom()["cpu"], bare.on_demand_nbytes
+    assert 0 < left < experts
+    assert bare.with_default_caches(MOE, 5).expert_caches == {"cpu": left}
+    budget = plan_devices(MOE, {"cuda:0": 140, "cpu": 200}, "cuda:0")
+    assert budget.with_default_caches(MOE, 5).expert_caches == {"cuda:0": left - 5}
+    assert budget.with_default_caches(MOE, left).expert_caches == {"cuda:0": 0}
+    assert min(budget.with_default_caches(MOE).headroom().values()) >= 0

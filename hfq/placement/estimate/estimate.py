@@ -119,7 +119,7 @@ def estimate_placement(
     workload: Workload,
     profile: Profile,
     free_memory: int | None = None,
-    expert_cache_nbytes: int = 0,
+    expert_cache_nbytes: int | None = None,
 ) -> Estimate:
     """Places a model with a device map on at most one accelerator, and predicts its speed.
 
@@ -129,7 +129,7 @@ def estimate_placement(
         workload: The workload.
         profile: Rates of the machine.
         free_memory: Bytes of host memory for the page cache; None for the rest of `hardware.cpu`.
-        expert_cache_nbytes: Bytes of the expert cache, used if experts are offloaded.
+        expert_cache_nbytes: Bytes of the expert cache, used if experts are offloaded; None for what is left.
 
     Raises:
         PlacementError: The model does not fit; `fix` names changes, each of which was planned and fits.
@@ -140,7 +140,9 @@ def estimate_placement(
     try:
         if capacities[main] <= 0:
             raise PlacementError("The KV cache and the activations alone do not fit.", fix="-")
-        budget = plan_devices(sizes.units, capacities, main, expert_cache_nbytes)
+        budget = plan_devices(sizes.units, capacities, main, expert_cache_nbytes or 0)
+        if expert_cache_nbytes is None:
+            budget = budget.with_default_caches(sizes.units)
     except PlacementError as error:
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
     buffers = _buffers(sizes.units, budget)
