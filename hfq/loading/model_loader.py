@@ -9,8 +9,9 @@ anything.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -48,11 +49,14 @@ from hfq.loading.validation import (
 )
 from hfq.modules.cpu_execution import CpuExecution
 from hfq.modules.experts import QuantizedExperts
+from hfq.modules.late_tensor import await_outputs
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.expert_cache import default_limits
 from hfq.offload.offloader import Offloader, OffloadOptions
+from hfq.offload.stored_layers import bring_stored
 from hfq.placement.accelerators import check_room
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import (
@@ -311,11 +315,22 @@ class ModelLoader(LoadState):
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
                     module.prefetch = self.offloader.experts.prefetch
-        for name, module in staying.items():
-            CpuExecution(self.execution_device_of(name), self.config.execute_cpu_layers_on).serve(module)
+        self._execute_on_cpu(staying)
         if self.offloader is not None or staying:
             report_device(self.model, torch.device(self.main))
         self._settle_mapped()
+
+    def _execute_on_cpu(self, layers: Mapping[str, QuantizedLinear]) -> None:
+        """Lets layers in CPU memory compute there; routed experts do so while the accelerator goes on."""
+        copy_streams = functools.cache(copy_stream_to)
+        for name, module in layers.items():
+            device = self._execution_device_of(name)
+            bring = functools.partial(bring_stored, copy_stream=copy_streams(device))
+            CpuExecution(device, self.config.execute_cpu_layers_on, bring).serve(module)
+        for name, experts in self.model.named_modules() if layers else ():
+            if isinstance(experts, QuantizedExperts) and "." in name:
+                experts.is_late = True
+                self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(await_outputs)
 
     def _settle_mapped(self) -> None:
         """Copies mapped tensors into memory if the config asks for it; otherwise checks their files.

@@ -7,7 +7,7 @@ in decoding. The accelerator is faster for many rows, as in a prefill.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +29,14 @@ class CpuExecution:
     Attributes:
         device: The accelerator.
         rule: `"cpu"` always computes on the CPU, `"auto"` for few rows only.
+        bring: Returns a layer's stored tensors on the accelerator.
         cpu_forwards: Number of forward passes on the CPU.
         fetches: Number of copies of the weights to the accelerator.
     """
 
     device: torch.device
     rule: str
+    bring: Callable[[QuantizedModule], Mapping[str, torch.Tensor]]
     cpu_forwards: int = 0
     fetches: int = 0
 
@@ -43,16 +45,21 @@ class CpuExecution:
 
         Under `"auto"`, that takes at most `CPU_ROWS` rows, and fewer bytes of activations than of weights.
         """
+        return self.is_chosen_for(
+            layer, activations.numel() // max(activations.shape[-1], 1), activations.dtype
+        )
+
+    def is_chosen_for(self, layer: QuantizedModule, rows: int, dtype: torch.dtype) -> bool:
+        """Returns True if a layer computes so many rows of activations of a dtype on the CPU."""
         if self.rule == "cpu":
             return True
-        rows = activations.numel() // max(activations.shape[-1], 1)
-        moved = rows * (layer.in_features + layer.out_features) * activations.element_size()
+        moved = rows * (layer.in_features + layer.out_features) * dtype.itemsize
         return rows <= CPU_ROWS and moved < sum(info.nbytes for info in layer.infos.values())
 
     def fetch(self, layer: QuantizedModule) -> Mapping[str, torch.Tensor]:
         """Returns the layer's tensors on the accelerator, for one call."""
         self.fetches += 1
-        return {local: tensor.to(self.device) for local, tensor in layer.stored_tensors().items()}
+        return self.bring(layer)
 
     def serve(self, layer: QuantizedModule) -> None:
         """Makes a layer ask this object before every forward pass.

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from hfq.modules.cpu_experts import CpuExperts
 from hfq.modules.graph_capture import check_not_captured, is_captured, uncompiled
+from hfq.modules.late_tensor import LateTensor
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
@@ -33,6 +35,8 @@ class QuantizedExperts(nn.ModuleList):
     Attributes:
         prefetch: Called with the routed offloaded layers, in the order of their use, before the first one
             computes.
+        is_late: True if the enclosing block waits for results that are computed on the CPU (`await_outputs`),
+            so that its other layers compute meanwhile.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class QuantizedExperts(nn.ModuleList):
         super().__init__([nn.ModuleDict(dict(layers)) for layers in experts])
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.prefetch: Callable[[Iterable[QuantizedModule]], None] | None = None
+        self.is_late = False
 
     @uncompiled
     def forward(
@@ -62,12 +67,13 @@ class QuantizedExperts(nn.ModuleList):
         """
         if is_captured():
             check_not_captured("A module of quantized experts")
-        routed = [expert for expert in top_k_index.unique().tolist() if 0 <= expert < len(self)]
+        chosen = top_k_index.cpu()
+        routed = [expert for expert in chosen.unique().tolist() if 0 <= expert < len(self)]
         if self._is_groupable(routed, hidden_states):
             result = self._compute_grouped(routed, hidden_states, top_k_index, top_k_weights)
             if result is not None:
                 return result
-        result = torch.zeros_like(hidden_states)
+        beside = self._start_on_cpu(routed, hidden_states, chosen)
         if self.prefetch is not None:
             self.prefetch(
                 layer
@@ -75,11 +81,65 @@ class QuantizedExperts(nn.ModuleList):
                 for layer in self[expert].values()
                 if layer.is_offloaded and layer.on_cpu is None
             )
+        if beside is not None:
+            return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights)
+        result = torch.zeros_like(hidden_states)
         for expert in routed:
             token, place = torch.where(top_k_index == expert)
             output = self._compute(self[expert], hidden_states[token]) * top_k_weights[token, place, None]
             result.index_add_(0, token, output.to(result.dtype))
         return result
+
+    def _start_on_cpu(
+        self, routed: Sequence[int], hidden_states: torch.Tensor, chosen: torch.Tensor
+    ) -> CpuExperts | None:
+        """Starts the experts that compute on the CPU beside an accelerator; None if there are none."""
+        device = hidden_states.device.type
+        if (
+            device in ("cpu", "mps")
+            or torch.is_autocast_enabled(device)
+            or (torch.is_grad_enabled() and hidden_states.requires_grad)
+        ):
+            return None
+        tokens = {}
+        for expert in routed:
+            layers = self[expert].values()  # type: ignore[operator]
+            if all(layer.on_cpu is not None and _is_plain(layer) for layer in layers):
+                token = torch.where(chosen == expert)[0]
+                if all(
+                    layer.on_cpu.is_chosen_for(layer, len(token), hidden_states.dtype) for layer in layers
+                ):
+                    tokens[expert] = token
+        if not tokens:
+            return None
+        return CpuExperts(hidden_states, tokens, lambda expert, rows: self._compute(self[expert], rows))
+
+    def _combine_late(
+        self,
+        routed: Sequence[int],
+        beside: CpuExperts,
+        hidden_states: torch.Tensor,
+        chosen: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the result of the loop over experts, late if a block waits for it (`is_late`)."""
+        found = [torch.stack(torch.where(chosen == expert)) for expert in routed]
+        sent = torch.cat(found, 1).pin_memory().to(hidden_states.device, non_blocking=True)
+        places = dict(zip(routed, sent.split([each.shape[1] for each in found], 1), strict=True))
+        computed = {
+            expert: self._compute(self[expert], hidden_states[places[expert][0]])
+            for expert in routed
+            if expert not in beside.tokens
+        }
+
+        def join() -> torch.Tensor:
+            result, outputs = torch.zeros_like(hidden_states), computed | beside.outputs()
+            for expert, (token, place) in places.items():
+                output = outputs[expert] * top_k_weights[token, place, None]
+                result.index_add_(0, token, output.to(result.dtype))
+            return result
+
+        return LateTensor(hidden_states, join) if self.is_late else join()
 
     def _is_groupable(self, routed: Sequence[int], hidden_states: torch.Tensor) -> bool:
         """Returns True if the routed layers only multiply, and all their bytes are in memory."""
@@ -93,14 +153,11 @@ class QuantizedExperts(nn.ModuleList):
         layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
         return getattr(kernel, "grouped_linear", None) is not None and all(
-            type(layer) is QuantizedLinear
+            _is_plain(layer)
             and layer.kernel is kernel
             and layer.scheme is None
             and layer.fetch is None
             and not layer.is_offloaded
-            and "forward" not in vars(layer)
-            and not layer._forward_hooks
-            and not layer._forward_pre_hooks
             for layer in layers
         )
 
@@ -181,6 +238,16 @@ class SortedExperts(QuantizedExperts):
         )
         routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
         return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Returns True if calling a layer only multiplies."""
+    return (
+        type(layer) is QuantizedLinear
+        and "forward" not in vars(layer)
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+    )
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.prefetch_order import PrefetchOrder
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder
+from hfq.offload.stored_layers import bring_stored
 from hfq.offload.unit import (
     Binding,
     OffloadUnit,
@@ -363,14 +364,13 @@ class Offloader:
     def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
         """Returns a module's tensors in new memory on its execution device."""
         device, started = module.onload_device or self.device, time.perf_counter()
-        is_read, copy_stream = is_on_disk(module), self._copy_streams[device]
+        copy_stream = self._copy_streams[device]
+        if not is_on_disk(module):
+            return bring_stored(module, copy_stream)
         memory = copy_stream.host_buffer(flat_layout(module.infos)[1])
-        if is_read:
-            row, recorder = FlatBuffer.read(self._reader, module.infos, memory), self.recorder
-            if recorder is not None:
-                recorder.note("read", module.name, started, time.perf_counter(), memory.numel())
-        else:
-            row = FlatBuffer.pack(module.stored_tensors(), module.infos, memory)
+        row, recorder = FlatBuffer.read(self._reader, module.infos, memory), self.recorder
+        if recorder is not None:
+            recorder.note("read", module.name, started, time.perf_counter(), memory.numel())
         return FlatBuffer(copy_stream.bring(row.buffer), row.segments).tensors()
 
     def _record(self) -> None:

@@ -1,6 +1,7 @@
 """Tests that routed experts on cpu and disk beside accelerators give the same bits."""
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from hfq.loading import automatic_map
 from hfq.loading.kv_layers import context_nbytes
+from hfq.modules.experts import QuantizedExperts
 from tests.support import moe_models
 from tests.support.models import load
 
@@ -117,3 +119,53 @@ def test_an_automatic_map_reserves_the_cache_that_is_used(sim, checkpoint, monke
     assert loading.budget.taken("sim:0") <= limit - 1000
     limits = {str(device): nbytes for device, nbytes in loading.offloader.experts.limits.items()}
     assert limits == loading.budget.expert_caches
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("rule", ["cpu", "auto"])
+@pytest.mark.parametrize("placement", ["1+cpu+disk", "2+cpu+disk"])
+def test_experts_that_compute_on_the_cpu_give_the_same_bits(sim, checkpoint, placement, order, rule):
+    path, maps, expected = checkpoint
+    with sim.streams(**ORDERS[order]), torch.no_grad():
+        model = load(path, maps[placement], execute_cpu_layers_on=rule, kernel="reference")
+        found = [model(TOKENS).logits.cpu() for _ in range(2)]
+    layers = [module for module in model.modules() if getattr(module, "on_cpu", None) is not None]
+    assert sum(layer.on_cpu.cpu_forwards for layer in layers) > 0
+    assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen2 with a shared expert, fp8 blocks"], indirect=True)
+def test_the_accelerator_goes_on_while_experts_compute_on_the_cpu(sim, checkpoint, monkeypatch):
+    path, maps, expected = checkpoint
+    model = load(path, maps["1+cpu+disk"], execute_cpu_layers_on="cpu", kernel="reference")
+    block, is_queued, found = model.model.layers[0].mlp, threading.Event(), []
+    compute, main = QuantizedExperts._compute, threading.get_ident()
+
+    def compute_late(experts, layers, activations):
+        if threading.get_ident() != main:
+            found.append((activations.device.type, is_queued.wait(20)))
+        return compute(experts, layers, activations)
+
+    monkeypatch.setattr(QuantizedExperts, "_compute", compute_late)
+    block.shared_expert_gate.register_forward_hook(lambda *_: is_queued.set())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits.cpu(), expected)
+    assert found
+    assert set(found) == {("cpu", True)}
+
+
+def test_activations_go_to_the_host_once_for_all_experts(sim, checkpoint):
+    path, maps, _ = checkpoint
+    model = load(path, maps["1+cpu+disk"], execute_cpu_layers_on="cpu", kernel="reference")
+    block = model.model.layers[0].mlp
+    counted = []
+    block.register_forward_pre_hook(lambda *_: sim.take_counts() and None)
+    block.register_forward_hook(lambda *_: counted.append(sim.take_counts()))
+    with torch.no_grad():
+        model(TOKENS)
+    cpu_experts = sum(layers["down_proj"].on_cpu.cpu_forwards > 0 for layers in block.experts)
+    assert cpu_experts > 1
+    assert counted[0]["copies to host"] == 2  # hidden states and the router's choice
+    assert counted[0]["pinned copies"] == cpu_experts + 1  # their outputs, and the tokens of all experts
+    assert counted[0]["event synchronizations"] == 1
+    assert "aten::nonzero" not in counted[0]

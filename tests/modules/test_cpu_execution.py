@@ -24,7 +24,11 @@ def random_rows(count: int, in_features: int, dtype=torch.float32) -> torch.Tens
 
 @pytest.mark.parametrize("backing", ["mapped", "arena"])
 def test_few_rows_compute_at_home_and_many_where_they_are(make, backing):
-    linear, resident, home = make(backing), make(backing), CpuExecution(CPU, "auto")
+    linear, resident, home = (
+        make(backing),
+        make(backing),
+        CpuExecution(CPU, "auto", QuantizedLinear.stored_tensors),
+    )
     home.serve(linear)
     for rows in (1, CPU_ROWS, CPU_ROWS + 1, 40):
         activations = random_rows(rows, linear.in_features, torch.bfloat16)
@@ -33,7 +37,11 @@ def test_few_rows_compute_at_home_and_many_where_they_are(make, backing):
 
 
 def test_at_home_nothing_is_ever_brought_elsewhere(make):
-    linear, resident, home = make("mapped"), make("mapped"), CpuExecution(CPU, "cpu")
+    linear, resident, home = (
+        make("mapped"),
+        make("mapped"),
+        CpuExecution(CPU, "cpu", QuantizedLinear.stored_tensors),
+    )
     home.serve(linear)
     activations = random_rows(40, linear.in_features).view(2, 20, -1).requires_grad_()
     linear(activations).square().sum().backward()
@@ -44,7 +52,7 @@ def test_at_home_nothing_is_ever_brought_elsewhere(make):
 
 
 def test_rows_whose_bytes_are_more_than_the_layers_are_not_sent(make):
-    linear, home = make("mapped"), CpuExecution(CPU, "auto")
+    linear, home = make("mapped"), CpuExecution(CPU, "auto", QuantizedLinear.stored_tensors)
     nbytes = sum(info.nbytes for info in linear.infos.values())
     moved = (linear.in_features + linear.out_features) * 4
     for rows in range(1, CPU_ROWS + 1):
@@ -52,7 +60,7 @@ def test_rows_whose_bytes_are_more_than_the_layers_are_not_sent(make):
 
 
 def test_code_that_reads_the_weight_is_brought_it_and_the_layer_stays(make):
-    linear, home = make("mapped"), CpuExecution(CPU, "cpu")
+    linear, home = make("mapped"), CpuExecution(CPU, "cpu", QuantizedLinear.stored_tensors)
     expected = linear.weight
     home.serve(linear)
     assert torch.equal(linear.weight, expected)
@@ -63,7 +71,7 @@ def test_code_that_reads_the_weight_is_brought_it_and_the_layer_stays(make):
 
 
 def test_what_others_fetch_they_go_on_fetching(make):
-    linear, home, fetched = make("mapped"), CpuExecution(CPU, "auto"), []
+    linear, home, fetched = make("mapped"), CpuExecution(CPU, "auto", QuantizedLinear.stored_tensors), []
     row = linear.stored_tensors()
     linear.fetch, linear.is_offloaded = lambda: fetched.append(1) or row, True
     home.serve(linear)
