@@ -68,7 +68,7 @@ def activation_sizes(model: PreTrainedModel) -> Activations:
 
 
 def context_nbytes(model: PreTrainedModel) -> int:
-    """Returns the bytes of the KV cache and the activations of the default `Workload`, over all layers."""
+    """Returns the bytes of the KV cache and activations of the default `Workload`."""
     (layers, _), workload = kv_layers(model), Workload()
     dtype, batch, context = str(model.dtype).removeprefix("torch."), workload.batch, workload.context
     kv = kv_nbytes(layers, batch, context, dtype, workload.kv_dtype)
