@@ -321,7 +321,7 @@ class ModelLoader(LoadState):
         self._settle_mapped()
 
     def _execute_on_cpu(self, layers: Mapping[str, QuantizedLinear]) -> None:
-        """Lets layers in CPU memory compute there; routed experts do so while the accelerator goes on."""
+        """Lets layers in CPU memory compute there, routed experts next to the accelerator."""
         copy_streams = functools.cache(copy_stream_to)
         for name, module in layers.items():
             device = self._execution_device_of(name)

@@ -93,7 +93,7 @@ class QuantizedExperts(nn.ModuleList):
     def _start_on_cpu(
         self, routed: Sequence[int], hidden_states: torch.Tensor, chosen: torch.Tensor
     ) -> CpuExperts | None:
-        """Starts the experts that compute on the CPU beside an accelerator; None if there are none."""
+        """Starts the experts that compute on the CPU next to an accelerator; None if there are none."""
         device = hidden_states.device.type
         if (
             device in ("cpu", "mps")

@@ -14,7 +14,7 @@ __all__ = ["bring_stored"]
 
 
 def bring_stored(module: QuantizedModule, copy_stream: CopyStream) -> Mapping[str, torch.Tensor]:
-    """Returns a module's stored tensors in new memory of a device, by one copy from pinned memory."""
+    """Returns a module's stored tensors on a device, copied from pinned memory."""
     memory = copy_stream.host_buffer(flat_layout(module.infos)[1])
     row = FlatBuffer.pack(module.stored_tensors(), module.infos, memory)
     return FlatBuffer(copy_stream.bring(row.buffer), row.segments).tensors()
