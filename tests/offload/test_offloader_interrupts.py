@@ -4,47 +4,13 @@ Afterwards nothing is onloaded, the lock is free, and the next forward pass is r
 """
 
 import contextlib
-import linecache
-import sys
-from pathlib import Path
 
 import torch
 
-from hfq import offload
 from hfq.offload.offloader import OffloadOptions
+from tests.support.interruption import Interruption
 
 SIZE = 64
-NO_STEPS = ("with ", "try:")
-"""What Python never interrupts: between the end of a lock's body and its release, and where a try begins."""
-FOLDER = str(Path(offload.__file__).parent)
-
-
-class Interruption:
-    """Counts the lines of the streaming code that `work` runs in this thread, and raises KeyboardInterrupt at
-    one of them.
-    """
-
-    def __init__(self, at: int = -1) -> None:
-        self.at, self.lines = at, []
-
-    def run(self, work):
-        sys.settrace(self._enter)
-        try:
-            return work()
-        finally:
-            sys.settrace(None)
-
-    def _enter(self, frame, event, argument):
-        return self._line if frame.f_code.co_filename.startswith(FOLDER) else None
-
-    def _line(self, frame, event, argument):
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and not linecache.getline(file, line).strip().startswith(NO_STEPS):
-            self.lines.append((file, line))
-            if len(self.lines) - 1 == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
 
 
 def test_after_an_interrupt_at_any_line_the_next_forward_is_right(build):
