@@ -53,7 +53,7 @@ def check_moves(root: nn.Module, offloaded: Mapping[torch.device, str]) -> None:
             check_stays(name, device, fn(torch.empty(0, device=device)).device)
         return apply(fn, recurse)
 
-    root._apply = moved  # type: ignore[method-assign,assignment]
+    root._apply = moved  # type: ignore[method-assign]
 
 
 def send_to(inputs: Any, device: torch.device) -> Any:

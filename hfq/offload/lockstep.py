@@ -152,7 +152,7 @@ class _Modes:
 
     @contextlib.contextmanager
     def within_stream(self, device: torch.device) -> Iterator[None]:
-        """Orders this thread's stream after and before the creating thread's, which waits for the copies."""
+        """Orders this thread's stream after the creating thread's, which waits for copies, and back."""
         if device.type == "cpu":
             yield
             return

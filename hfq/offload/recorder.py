@@ -59,7 +59,10 @@ class Recorder:
         return self._clocks[device]
 
     def note(self, track: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
-        """Records a span of the host, between two times of `time.perf_counter`; a unit may be a number."""
+        """Records a span of the host between two times of `time.perf_counter`.
+
+        A unit may be a number.
+        """
         name = unit if isinstance(unit, str) else self._units[unit]
         self._notes.append((track, name, start, end, nbytes, None))
 

@@ -50,7 +50,7 @@ class OffloadReport:
         pass_nbytes: Bytes that one pass over all units reads. It leaves out embeddings, which are read by
             row, and experts, which are read when they are routed to.
         buffer_nbytes: Size of the offload buffer; of all of them, if there are several.
-        buffers: Their bytes on each device. Beside an accelerator they are also on the host.
+        buffers: Their bytes on each device. Those of an accelerator are partly on the host.
         huge_page_nbytes: Bytes of it in huge pages; None if the system does not tell.
         passes: Completed forward passes of the whole model.
         unit_forwards: Forward passes of units.
