@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.errors import SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import gather_units, places_of_tied, plan_map
@@ -44,6 +43,7 @@ from hfq.loading.validation import (
     check_merged,
     check_not_converted,
     check_one_device,
+    check_tied,
     open_files,
     planned_dtypes,
 )
@@ -270,7 +270,7 @@ class ModelLoader(LoadState):
         self._hook.remove()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
-        self._check_ties()
+        check_tied(self.model, self.match.unquantized.keys() | self._hidden)
         self._complete_model()
         self._conversions = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = []  # keeps the checkpoint's own names in `state_dict`
@@ -324,7 +324,7 @@ class ModelLoader(LoadState):
         """Lets layers in CPU memory compute there, routed experts next to the accelerator."""
         copy_streams = functools.cache(copy_stream_to)
         for name, module in layers.items():
-            device = self._execution_device_of(name)
+            device = self.execution_device_of(name)
             bring = functools.partial(bring_stored, copy_stream=copy_streams(device))
             CpuExecution(device, self.config.execute_cpu_layers_on, bring).serve(module)
         for name, experts in self.model.named_modules() if layers else ():
@@ -337,9 +337,10 @@ class ModelLoader(LoadState):
 
         transformers maps every unquantized tensor on the CPU whose dtype it does not change.
         """
+        reads = (read for read in self.read_plan.reads if read.how == "mapped" and read.name)
         mapped = [
             (tensor, info.range.file)
-            for module in self._mapped_modules()
+            for module in (self.quantized[read.name] for read in reads)
             for tensor, info in zip(module.parameters(recurse=False), module.infos.values(), strict=True)
         ]
         for name, info in self.match.unquantized.items():
@@ -353,10 +354,6 @@ class ModelLoader(LoadState):
         self.mapped = MappedTensors(self.reader, mapped)
         if mapped:
             self.model.register_forward_pre_hook(self.mapped.check)
-
-    def _mapped_modules(self) -> list[QuantizedModule]:
-        reads = (read for read in self.read_plan.reads if read.how == "mapped" and read.name)
-        return [self.quantized[read.name] for read in reads]
 
     def _log_summary(self) -> None:
         log_summary(self, self.load_seconds or 0.0)
@@ -427,23 +424,6 @@ class ModelLoader(LoadState):
             for name, layer in layers.items()
             if self.devices[f"{name}.{next(iter(layer.infos))}"] == "cpu"
         }
-
-    def _check_ties(self) -> None:
-        """Checks that transformers has tied the weights.
-
-        Two simultaneous loads can leave transformers' tying switched off (see the patches of
-        `from_pretrained`). A head would then have random weights.
-        """
-        tensor = self.model.get_parameter_or_buffer
-        for target, source in self.model.all_tied_weights_keys.items():
-            is_tied = target not in self.match.unquantized and target not in self._hidden
-            if is_tied and tensor(target) is not tensor(source):
-                raise SetupError(
-                    f"transformers did not tie {target} to {source}. Nothing was loaded.",
-                    expected="one parameter",
-                    found="two",
-                    fix="Restart the process, and do not load models in two threads at the same time.",
-                )
 
     def _cast_dense(self) -> None:
         """Casts unquantized tensors that transformers leaves in their stored dtype.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ __all__ = [
     "check_merged",
     "check_not_converted",
     "check_one_device",
+    "check_tied",
     "open_files",
     "planned_dtypes",
 ]
@@ -150,4 +151,28 @@ def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[
                 expected="one device for all its tensors",
                 found=", ".join(sorted(found)),
                 fix="Name modules in device_map, not tensors.",
+            )
+
+
+def check_tied(model: PreTrainedModel, apart: Collection[str]) -> None:
+    """Checks that transformers has tied the weights.
+
+    Two simultaneous loads can leave transformers' tying switched off (see the patches of `from_pretrained`).
+    A head would then have random weights.
+
+    Args:
+        model: The loaded model.
+        apart: Names of the tensors that are stored themselves, or that transformers does not see.
+
+    Raises:
+        SetupError: A tied weight is a parameter of its own.
+    """
+    tensor = model.get_parameter_or_buffer
+    for target, source in model.all_tied_weights_keys.items():
+        if target not in apart and tensor(target) is not tensor(source):
+            raise SetupError(
+                f"transformers did not tie {target} to {source}. Nothing was loaded.",
+                expected="one parameter",
+                found="two",
+                fix="Restart the process, and do not load models in two threads at the same time.",
             )
