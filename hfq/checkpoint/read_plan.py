@@ -217,7 +217,7 @@ class ReadPlan:
 
 
 def plan_reads(
-    reads: Iterable[ModuleRead], buffers: Sequence[ReadBuffer], staging: int = 256 << 20
+    reads: Iterable[ModuleRead], buffers: Sequence[ReadBuffer], staging: int = 128 << 20
 ) -> ReadPlan:
     """Assigns offsets in the buffers to all modules that are read, in the order of the files.
 

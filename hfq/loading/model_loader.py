@@ -56,7 +56,7 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.expert_cache import default_limits
 from hfq.offload.offloader import Offloader, OffloadOptions
-from hfq.offload.stored_layers import bring_stored
+from hfq.offload.stored_layers import use_stored
 from hfq.placement.accelerators import check_room
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import (
@@ -325,7 +325,7 @@ class ModelLoader(LoadState):
         copy_streams = functools.cache(copy_stream_to)
         for name, module in layers.items():
             device = self.execution_device_of(name)
-            bring = functools.partial(bring_stored, copy_stream=copy_streams(device))
+            bring = functools.partial(use_stored, copy_stream=copy_streams(device), pinned=self.pinned)
             CpuExecution(device, self.config.execute_cpu_layers_on, bring).serve(module)
         for name, experts in self.model.named_modules() if layers else ():
             if isinstance(experts, QuantizedExperts) and "." in name:

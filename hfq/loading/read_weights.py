@@ -36,6 +36,7 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import huge_buffer
 from hfq.offload.pinned_memory import can_pin_in_place, pin_in_place, pinned_memory
 from hfq.offload.pinned_weights import PinnedWeights
+from hfq.offload.upload import Upload
 from hfq.tensor_spec import DEVICE_ALIGNMENT, ByteRange, TensorInfo
 
 __all__ = ["ReadReport", "load_quantized_weights", "log_summary", "plan_weight_reads", "progress_bar"]
@@ -119,6 +120,7 @@ def load_quantized_weights(
         filler = _Filler(loading, plan, threads, progress)
         for buffer in plan.buffers.values():
             filler.fill(buffer)
+        filler.upload.finish()
         fill_page_cache(cold, reader, threads, is_remote, progress)
     for read in plan.reads:
         if read.how == "mapped" and read.name in loading.quantized:
@@ -282,7 +284,12 @@ class _Filler:
         self._plan = plan
         self._threads = threads
         self._progress = progress
-        self._staging = _bytes(huge_buffer(plan.staging))
+        self._targets = {
+            name: plan.reads_into(name)[0].device
+            for name, buffer in plan.buffers.items()
+            if buffer.kind == "staging" and not name.startswith(_CHECKS)
+        }
+        self.upload = Upload(list(self._targets.values()), plan.staging)
         self.shared_nbytes = 0
         self.pinned: PinnedWeights | None = None
 
@@ -297,11 +304,13 @@ class _Filler:
                     self.pinned.add(info, read.offset + read.layout[0][local].offset)
         for read in reads:
             if read.name:
-                self._give(read, memory, stays=buffer.kind != "staging")
+                self._give(read, memory, buffer)
+        if buffer.name in self._targets:
+            self.upload.end_batch(self._targets[buffer.name])
 
     def _own(self, buffer: ReadBuffer) -> memoryview:
-        if buffer.kind == "staging":
-            memory = self._staging
+        if buffer.name in self._targets:
+            memory = _bytes(self.upload.begin_batch())
         elif buffer.is_pinned:
             memory = _bytes(pinned_memory(buffer.nbytes, _accelerators(self._loading), is_in_background=True))
         else:
@@ -339,7 +348,7 @@ class _Filler:
     def _read(self, buffer: ReadBuffer, memory: memoryview) -> None:
         read_into_buffer(self._plan, buffer.name, memory, self._loading.reader, self._threads, self._progress)
 
-    def _give(self, read: ModuleRead, memory: memoryview, stays: bool) -> None:
+    def _give(self, read: ModuleRead, memory: memoryview, into: ReadBuffer) -> None:
         module, (segments, nbytes) = self._loading.quantized[read.name], read.layout
         # each module has its own storage, so that a copy of one module copies only its bytes
         with torch.inference_mode(False):
@@ -355,10 +364,10 @@ class _Filler:
             }
             module.weight_format = module.weight_format.resolve(read.name, small)
             check_bias(read.name, small.get("bias"), self._loading.match.quantized[read.name].target.has_bias)
-            if stays:
+            if into.kind != "staging":
                 module.hold_buffer(held)
-            elif read.device not in ("cpu", "disk"):
-                module.hold_buffer(FlatBuffer(buffer.to(read.device, copy=True), segments))
+            elif into.name in self._targets:
+                module.hold_buffer(FlatBuffer(self.upload.copy(buffer, read.device), segments))
 
 
 def _nothing() -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +34,16 @@ class CopyStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Starts a copy; copies finish in the order of their starts."""
 
-    def bring(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns the bytes of a `host_buffer` in memory of the device; waits for the copy."""
+    def bring(self, nbytes: int, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Starts to copy pinned memory to new memory of the device: uint8 [nbytes].
+
+        Args:
+            nbytes: The size of the new memory.
+            parts: Pairs of an offset in it and the bytes that are copied there.
+        """
+
+    def record_compute(self, memory: torch.Tensor) -> None:
+        """Keeps memory of `bring` that is freed until the computation submitted so far is done."""
 
     def mark(self) -> Any:
         """Returns the point after all copies so far."""
@@ -57,6 +66,9 @@ class CopyStream(Protocol):
     def finish(self, mark: Any) -> None:
         """Waits on the host for a mark of the copies; an error of them is not raised here."""
 
+    def synchronize(self, mark: Any) -> None:
+        """Waits on the host for a mark of the copies; raises the error of a copy before it."""
+
     def clock(self) -> Clock:
         """Returns the clock of copies and computation."""
 
@@ -64,9 +76,8 @@ class CopyStream(Protocol):
 class AcceleratorCopyStream:
     """A separate stream of an accelerator, with events.
 
-    It uses the interface that torch has for every
-    accelerator (`torch.Stream`, `torch.Event`). It is tested on a simulated accelerator, and has not run on a
-    GPU.
+    It uses the interface that torch has for every accelerator (`torch.Stream`, `torch.Event`). It is tested
+    on a simulated accelerator, and has not run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,13 +103,15 @@ class AcceleratorCopyStream:
         with self._entered():
             target.copy_(source, non_blocking=True)
 
-    def bring(self, memory: torch.Tensor) -> torch.Tensor:
+    def bring(self, nbytes: int, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         with torch.inference_mode(False), self._entered():
-            target = torch.empty_like(memory, device=self._device)
-            target.copy_(memory, non_blocking=True)
-        self._stream.record_event().synchronize()
-        target.record_stream(self._compute_stream())  # the caller may free it while the device computes
+            target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            for offset, memory in parts:
+                target[offset : offset + memory.numel()].copy_(memory, non_blocking=True)
         return target
+
+    def record_compute(self, memory: torch.Tensor) -> None:
+        memory.record_stream(self._compute_stream())
 
     def mark(self) -> torch.Event:
         return self._stream.record_event()
@@ -128,6 +141,9 @@ class AcceleratorCopyStream:
     def finish(self, mark: torch.Event) -> None:
         with contextlib.suppress(RuntimeError):
             mark.synchronize()
+
+    def synchronize(self, mark: torch.Event) -> None:
+        mark.synchronize()
 
     def clock(self) -> Clock:
         return EventClock(self._device, self._stream)
@@ -167,9 +183,16 @@ class SynchronousCopyStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def bring(self, memory: torch.Tensor) -> torch.Tensor:
+    def bring(self, nbytes: int, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        if self._device.type == "cpu" and [memory.numel() for _, memory in parts] == [nbytes]:
+            return parts[0][1]
         with torch.inference_mode(False):
-            return memory.to(self._device)
+            target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            for offset, memory in parts:
+                target[offset : offset + memory.numel()].copy_(memory)
+            return target
+
+    def record_compute(self, memory: torch.Tensor) -> None: ...
 
     def mark(self) -> None:
         return None
@@ -188,6 +211,8 @@ class SynchronousCopyStream:
         return False
 
     def finish(self, mark: None) -> None: ...
+
+    def synchronize(self, mark: None) -> None: ...
 
     def clock(self) -> Clock:
         return HostClock()

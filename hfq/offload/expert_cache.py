@@ -14,11 +14,10 @@ from hfq.checkpoint.memory_limit import available_memory
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.stored_layers import BroughtLayer
 from hfq.placement.budget import default_cache_nbytes
 
 __all__ = ["ExpertCache", "default_limits"]
-
-Row = Mapping[str, torch.Tensor]
 
 _HOST_SHARE = 0.1
 """Default share of the available memory of the host."""
@@ -42,13 +41,16 @@ class ExpertCache:
     """
 
     def __init__(
-        self, read: Callable[[QuantizedModule], Row], pool: Pool, limits: Mapping[torch.device | None, int]
+        self,
+        read: Callable[[QuantizedModule], BroughtLayer],
+        pool: Pool,
+        limits: Mapping[torch.device | None, int],
     ) -> None:
         self._read = read
         self._pool = pool
         self.limits = limits
         self._lock = threading.Lock()
-        self._kept: OrderedDict[QuantizedModule, Row] = OrderedDict()
+        self._kept: OrderedDict[QuantizedModule, BroughtLayer] = OrderedDict()
         self._reading: dict[QuantizedModule, Ticket] = {}
         self._coming: set[QuantizedModule] = set()  # their bytes are counted, and they are not there yet
         self._nbytes: Counter[torch.device | None] = Counter()
@@ -73,7 +75,7 @@ class ExpertCache:
 
     def serve(self, module: QuantizedModule) -> None:
         """Makes a module fetch its tensors here for every forward pass."""
-        module.fetch = lambda: _in_use(self.fetch(module))
+        module.fetch = lambda: self.fetch(module).use()
         module.is_offloaded = True
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
@@ -97,18 +99,20 @@ class ExpertCache:
                     self._give_up(module)
                     raise
 
-    def fetch(self, module: QuantizedModule) -> Row:
+    def fetch(self, module: QuantizedModule) -> BroughtLayer:
         """Returns a module's tensors on their device."""
         with self._lock:
             ticket = self._reading.pop(module, None)
         if ticket is not None:
             ticket.wait()
         with self._lock:
-            if module in self._kept:
+            if module in self._kept and not self._kept[module].has_failed():
                 self._kept.move_to_end(module)
                 self.misses += ticket is not None
                 self.hits += ticket is None
                 return self._kept[module]
+            if module in self._kept:
+                self._drop(module)
             self.misses += 1
             is_kept = self._make_room(module)
         return self._bring(module) if is_kept else self._read(module)
@@ -134,7 +138,7 @@ class ExpertCache:
     def _read_ahead(self, module: QuantizedModule) -> None:
         self._bring(module)
 
-    def _bring(self, module: QuantizedModule) -> Row:
+    def _bring(self, module: QuantizedModule) -> BroughtLayer:
         """Reads a module that has room, and keeps it."""
         try:
             row = self._read(module)
@@ -159,24 +163,18 @@ class ExpertCache:
         if module in self._coming or coming + size > limit:
             return False
         while self._nbytes[device] + size > limit:
-            oldest = next(other for other in self._kept if other.onload_device == device)
-            del self._kept[oldest]
-            self._nbytes[device] -= _nbytes(oldest)
+            self._drop(next(other for other in self._kept if other.onload_device == device))
         self._coming.add(module)
         self._nbytes[device] += size
         return True
 
+    def _drop(self, module: QuantizedModule) -> None:
+        del self._kept[module]
+        self._nbytes[module.onload_device] -= _nbytes(module)
+
     def _give_up(self, module: QuantizedModule) -> None:
         self._coming.discard(module)
         self._nbytes[module.onload_device] -= _nbytes(module)
-
-
-def _in_use(row: Row) -> Row:
-    """Tells torch that the current stream uses a row, even if it leaves the cache before that."""
-    tensor = next(iter(row.values()))
-    if tensor.device.type not in ("cpu", "mps"):
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-    return row
 
 
 def _nbytes(module: QuantizedModule) -> int:

@@ -36,7 +36,7 @@ from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.prefetch_order import PrefetchOrder
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder
-from hfq.offload.stored_layers import bring_stored
+from hfq.offload.stored_layers import BroughtLayer, bring_stored
 from hfq.offload.unit import (
     Binding,
     OffloadUnit,
@@ -213,7 +213,7 @@ class Offloader:
             for owner, weights in owners_within(unit).items():
                 self._wrap_owner(owner, weights, unit.device)
             for module in unit.quantized:
-                module.fetch = lambda module=module: self._read(module)
+                module.fetch = lambda module=module: self._read(module).use()
         for unit in units:
             unit.set_onload_device()
             if is_table(unit):
@@ -361,17 +361,17 @@ class Offloader:
                 if len(full) == len(self.buffers):
                     return
 
-    def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
+    def _read(self, module: QuantizedModule) -> BroughtLayer:
         """Returns a module's tensors in new memory on its execution device."""
         device, started = module.onload_device or self.device, time.perf_counter()
         copy_stream = self._copy_streams[device]
         if not is_on_disk(module):
-            return bring_stored(module, copy_stream)
+            return bring_stored(module, copy_stream, self._pinned)
         memory = copy_stream.host_buffer(flat_layout(module.infos)[1])
         row, recorder = FlatBuffer.read(self._reader, module.infos, memory), self.recorder
         if recorder is not None:
             recorder.note("read", module.name, started, time.perf_counter(), memory.numel())
-        return FlatBuffer(copy_stream.bring(row.buffer), row.segments).tensors()
+        return BroughtLayer.bring(row, copy_stream)
 
     def _record(self) -> None:
         """Takes the checksums of all offloaded bytes, if reads are verified."""

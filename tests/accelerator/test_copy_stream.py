@@ -17,7 +17,7 @@ def test_copies_leave_every_thread_in_its_own_stream(sim):
     def bring(stream):
         with stream:
             for _ in range(100):
-                copy_stream.bring(copy_stream.host_buffer(64))
+                copy_stream.bring(64, [(0, copy_stream.host_buffer(64))])
                 yield torch.accelerator.current_stream(device) == stream
 
     with ThreadPoolExecutor(4) as pool:
