@@ -188,7 +188,7 @@ def segment_layout(
 
     Args:
         tensors: (name, dtype, shape) of each tensor.
-        alignment: Each segment starts at a multiple of so many bytes.
+        alignment: Each segment starts at a multiple of this number of bytes.
 
     Returns:
         The segment of each name, and the size of the whole buffer in bytes, a multiple of `alignment`.

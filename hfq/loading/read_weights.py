@@ -240,7 +240,7 @@ def _pinned_kind(loading: LoadState, is_sharing: bool) -> Literal["private", "sh
         return "shared" if is_sharing else "private"
     if loading.config.cpu_memory == "shared":
         raise PlacementError(
-            "The weights cannot be in shared memory beside this accelerator. Nothing was loaded.",
+            "The weights cannot be in shared memory with this accelerator. Nothing was loaded.",
             expected="an accelerator that can pin existing memory, such as a CUDA device",
             found=", ".join(map(str, devices)),
             fix='Pass HfqConfig(cpu_memory="auto"): each process then keeps its own copy.',

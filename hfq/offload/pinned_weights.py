@@ -1,4 +1,4 @@
-"""Weights that are stored in pinned host memory: one copy, from which accelerators copy them."""
+"""Weights in pinned host memory, the only copy of them, from which accelerators copy."""
 
 from __future__ import annotations
 

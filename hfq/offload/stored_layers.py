@@ -39,9 +39,9 @@ class BroughtLayer:
         return cls(FlatBuffer(memory, row.segments), copy_stream, copy_stream.mark())
 
     def use(self) -> Mapping[str, torch.Tensor]:
-        """Returns the tensors for the computation of this thread, which waits for the copy on the device.
+        """Returns the tensors for the computation of this thread.
 
-        The tensors may be freed while the device computes with them.
+        The device waits for the copy. The tensors may be freed while it computes with them.
         """
         self.copy_stream.compute_after(self.mark)
         self.copy_stream.record_compute(self.row.buffer)

@@ -100,7 +100,9 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> UnitLa
 def lay_out_on_device(
     infos: Iterable[TensorInfo], pinned: Iterable[TensorInfo] = (), gap_nbytes: int = GAP_NBYTES
 ) -> UnitLayout:
-    """Lays out the tensors of a unit that computes on an accelerator, each at a multiple of 256 bytes.
+    """Lays out the tensors of a unit that computes on an accelerator.
+
+    Each tensor starts at a multiple of 256 bytes.
 
     Args:
         infos: The stored tensors; a tensor that is given twice has one place.
@@ -126,7 +128,7 @@ def lay_out_on_device(
 def _read_together(
     infos: Iterable[TensorInfo], gap_nbytes: int
 ) -> tuple[tuple[Run, ...], dict[TensorInfo, int]]:
-    """Returns the reads of tensors in the order of the files, and the offset of each in their memory."""
+    """Returns the reads in the order of the files, and each tensor's offset in their memory."""
     ordered = sorted(
         {info for info in infos if info.nbytes}, key=lambda info: (info.range.file, info.range.offset)
     )

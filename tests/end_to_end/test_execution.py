@@ -1,4 +1,4 @@
-"""Tests of the execution device of offloaded layers, and of quantized activations."""
+"""Tests of quantized activations, and of wrong options of execution."""
 
 import functools
 
@@ -8,51 +8,16 @@ import torch
 import hfq
 from hfq import HfqConfig, SetupError
 from hfq.errors import FormatError
-from hfq.loading import model_loader
 from hfq.modules.linear import QuantizedLinear
 from tests.contract.cases import CASES
 from tests.support import models, tiny_models
 
 TOKENS = torch.arange(1, 21)[None]
-GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 load = functools.partial(models.load, device_map="cpu")
 
 
 def linears(model):
     return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-
-
-@pytest.fixture
-def accelerator(monkeypatch):
-    """Computes on "cpu:0", which no device map names.
-
-    All weights on "cpu" are then offloaded, although both names mean the same memory.
-    """
-    monkeypatch.setattr(model_loader, "execution_device", lambda devices: "cpu:0")
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """The same model without offloading."""
-    return load(GPTQ)
-
-
-@pytest.mark.parametrize("rule", ["cpu", "auto"])
-def test_offloaded_layers_compute_at_home(expected, accelerator, rule):
-    model = load(GPTQ, execute_cpu_layers_on=rule)
-    assert all(linear.on_cpu is not None for linear in linears(model))
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)  # a prefill
-        fetches = [linear.on_cpu.fetches for linear in linears(model)]
-        assert set(fetches) == {1 if rule == "auto" else 0}
-        assert torch.equal(model(TOKENS[:, :1]).logits, expected(TOKENS[:, :1]).logits)
-        assert [linear.on_cpu.fetches for linear in linears(model)] == fetches
-    assert {linear.on_cpu.cpu_forwards for linear in linears(model)} == {1 if rule == "auto" else 2}
-
-
-def test_offloaded_layers_are_brought_to_the_accelerator_unless_asked(accelerator):
-    model = load(GPTQ)
-    assert all(linear.on_cpu is None for linear in linears(model))
 
 
 @pytest.mark.parametrize(

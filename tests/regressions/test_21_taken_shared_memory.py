@@ -50,9 +50,9 @@ def test_a_load_goes_on_with_another_name(tmp_path, monkeypatch):
     """The name of each shared memory of the load is taken."""
     original = SharedMemory.open.__func__
 
-    def taken(cls, key, nbytes, fill):
+    def taken(cls, key, nbytes, fill, **options):
         (tmp_path / names(key)[0]).mkdir()
-        return original(cls, key, nbytes, fill, tmp_path)
+        return original(cls, key, nbytes, fill, tmp_path, **options)
 
     monkeypatch.setattr(SharedMemory, "open", classmethod(taken))
     model = load(GPTQ, {"": "cpu"}, cpu_memory="shared")
