@@ -112,8 +112,8 @@ class _Pieces:
 
     def release(self) -> None:
         """Waits for the copies of all devices, and unpins the memory."""
+        self._is_released = True
         with self._lock:
-            self._is_released = True
             _finish_copies(self._devices)
             while self._pinned:
                 registration.unpin(self._pinned.pop(), self._devices[0])
