@@ -1,4 +1,4 @@
-"""Reads of single embedding rows from disk: one row per token, not the table."""
+"""Copies of single embedding rows: one row per token, not the table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch import nn
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.modules.flat_buffer import FlatBuffer
 from hfq.modules.offloaded_parameter import no_copy
+from hfq.offload.copy_stream import CopyStream
 from hfq.offload.guards import in_unit
 from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.stored_layers import BroughtLayer
 from hfq.offload.unit import OffloadUnit, UnquantizedParameter
-from hfq.tensor_spec import ByteRange
+from hfq.tensor_spec import ByteRange, Segment
 
 __all__ = ["EmbeddingTable", "can_read_rows", "is_table", "read_rows_on_demand"]
 
@@ -24,26 +27,34 @@ _ROWS_PER_JOB = 64
 
 
 class EmbeddingTable:
-    """A table [rows, size] in a file.
+    """A table [rows, size] in a file, or in pinned memory.
 
     Rows are cast to the parameter's dtype when they are looked up.
 
     Args:
         name: The module's name in the model, for messages.
         weight: The parameter of the table and its stored tensor.
-        device: The execution device.
+        copy_stream: Copies rows to the execution device.
         files: Files for reads without read-ahead, which would read the whole table.
         pool: Threads that share the reads of many rows.
+        stored: The bytes of the table in memory; None if it is only in the file.
     """
 
     def __init__(
-        self, name: str, weight: UnquantizedParameter, device: torch.device, files: DirectFiles, pool: Pool
+        self,
+        name: str,
+        weight: UnquantizedParameter,
+        copy_stream: CopyStream,
+        files: DirectFiles,
+        pool: Pool,
+        stored: torch.Tensor | None = None,
     ) -> None:
         self.name = name
         self.info = weight.info
         self._weight = weight
-        self._device = device
+        self._copy_stream = copy_stream
         self._files, self._pool = files, pool
+        self._stored = None if stored is None else self._as_rows(stored)
         self._row_nbytes = weight.info.nbytes // max(weight.info.shape[0], 1)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -51,6 +62,8 @@ class EmbeddingTable:
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the rows of these tokens: [*tokens.shape, size]. Each row is read once.
+
+        The rows are copied to the execution device from pinned memory.
 
         Raises:
             SetupError: A token is out of range.
@@ -66,10 +79,22 @@ class EmbeddingTable:
                 fix="Use the tokenizer of this checkpoint.",
             )
         try:
-            rows = self._read(numbers).to(self._device, self._weight.dtype)
+            rows = self._read(numbers) if self._stored is None else self._stored
         except CheckpointError as error:
             raise in_unit(error, self.name) from error
-        return rows[places.to(self._device)].view(*tokens.shape, self.info.shape[1])
+        memory = self._copy_stream.host_buffer(len(places) * self._row_nbytes)
+        looked_up = self._as_rows(memory)
+        looked_up.copy_(rows[places if self._stored is None else wanted[places]])
+        layer = BroughtLayer.bring(
+            FlatBuffer(memory, {"rows": self._segment(len(places))}), self._copy_stream
+        )
+        return layer.use()["rows"].to(self._weight.dtype).view(*tokens.shape, self.info.shape[1])
+
+    def _as_rows(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.view(torch_dtype(self.info.dtype)).view(-1, self.info.shape[1])
+
+    def _segment(self, count: int) -> Segment:
+        return Segment(0, count * self._row_nbytes, self.info.dtype, (count, self.info.shape[1]))
 
     def _read(self, numbers: list[int]) -> torch.Tensor:
         rows = torch.empty(len(numbers), self.info.shape[1], dtype=torch_dtype(self.info.dtype))

@@ -122,7 +122,7 @@ class Offloader:
         on_disk += [info for unit in units for info in unit.infos if pinned is None or info not in pinned]
         self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)
-        used = {unit.device for unit in self.units}
+        used = {unit.device for unit in units}
         for module in on_demand:
             module.onload_to(module.onload_device or self.device)
             used.add(module.compute_device)
@@ -302,9 +302,9 @@ class Offloader:
 
     def _read_rows(self, unit: OffloadUnit) -> None:
         weight = unit.unquantized[0]
-        read_rows_on_demand(
-            weight, EmbeddingTable(unit.name, weight, unit.device, self.source.files, self.pool)
-        )
+        stored = self._pinned[weight.info] if self._pinned and weight.info in self._pinned else None
+        copy_stream, files = self._copy_streams[unit.device], self.source.files
+        read_rows_on_demand(weight, EmbeddingTable(unit.name, weight, copy_stream, files, self.pool, stored))
         forward = weight.module.forward
 
         @uncompiled

@@ -79,3 +79,18 @@ def test_a_decoded_token_waits_and_copies_only_what_is_offloaded(sim, monkeypatc
 def norms(model) -> int:
     """Returns the number of unquantized offloaded parameters, which are cast to the model's dtype."""
     return sum(len(unit.unquantized) for unit in model.hf_quantizer.loading.offloader.units)
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_looked_up_rows_come_from_pinned_memory(sim, device):
+    model, expected = load(GPTQ, {"": "sim:0", "model.embed_tokens": device}), load(GPTQ, {"": "sim:0"})
+    tokens = torch.tensor([[1, 5, 5, 2]]).to("sim:0")
+    with torch.no_grad(), sim.streams(default="lazy", others="lazy"):
+        model(tokens)  # the tied head stays in its buffer
+        sim.take_counts()
+        found = model(tokens).logits
+        counts = sim.take_counts()
+        assert torch.equal(found.cpu(), expected(tokens).logits.cpu())
+    row = model.config.hidden_size * 2
+    assert (counts["pageable copies"], counts["pinned bytes"]) == (0, 4 * row)
+    assert counts["event synchronizations"] == 0

@@ -14,6 +14,7 @@ from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import safetensors_dtype
+from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, can_read_rows
 from hfq.offload.offloader import Offloader
 from hfq.offload.reader_threads import Pool
@@ -131,7 +132,8 @@ def test_many_rows_are_read_by_the_pool_and_few_are_not(table):
     pool.submit = lambda ticket, submit=pool.submit: submitted.append(ticket) or submit(ticket)
     module = nn.Embedding(ROWS, SIZE, device="meta", dtype=weight.dtype)
     parameter = UnquantizedParameter(module, "weight", checkpoint.tensors["embed.weight"])
-    lookup = EmbeddingTable("embed", parameter, torch.device("cpu"), DirectFiles(Reader(checkpoint)), pool)
+    files, copy_stream = DirectFiles(Reader(checkpoint)), copy_stream_to(torch.device("cpu"))
+    lookup = EmbeddingTable("embed", parameter, copy_stream, files, pool)
     assert torch.equal(lookup.look_up(torch.arange(64)), weight[:64])
     assert submitted == []
     assert torch.equal(lookup.look_up(torch.arange(65)), weight[:65])
