@@ -26,7 +26,7 @@ def _spread(codes: torch.Tensor) -> torch.Tensor:
 def deinterleave(words: torch.Tensor) -> torch.Tensor:
     """Returns gemv_fast's words, int16 [out / 4, in], as codes [out, in]."""
     quads, in_features = words.shape
-    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=words.device)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)
     rows = ((words.to(torch.int32)[:, :, None] >> shifts) & 15).view(quads, in_features // 64, 4, 64)
     codes = rows.transpose(1, 2).reshape(4 * quads, in_features // 32, 4, 2, 4)
     codes = codes.transpose(3, 4).reshape(4 * quads, in_features // 32, 4, 4, 2)

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from hfq.formats.base import FLOATS, ActivationScheme, Format
+from hfq.formats.codecs.constants import constant
 from hfq.formats.codecs.groups import apply_groups, check_divides
 from hfq.formats.codecs.nibbles import look_up_nibbles
 from hfq.formats.layouts.scaled import Others, other_specs
@@ -52,7 +53,7 @@ class Fp4Format(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         packed = tensors[self.codes_name][start:stop].flatten(1)
-        look_up_nibbles(panel, packed, torch.tensor(self.values, device=panel.device))
+        look_up_nibbles(panel, packed, constant(self.values, panel.device))
         apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self._span)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
