@@ -34,8 +34,7 @@ class Upload:
     def begin_batch(self) -> torch.Tensor:
         """Returns the buffer of the next batch, from which nothing is copied any more."""
         if len(self._marks) >= len(self._memory):
-            device, mark = self._marks[-len(self._memory)]
-            self._streams[device].synchronize(mark)
+            self._wait(*self._marks[-len(self._memory)])
         return self._memory[len(self._marks) % len(self._memory)]
 
     def copy(self, buffer: torch.Tensor, device: str) -> torch.Tensor:
@@ -47,6 +46,9 @@ class Upload:
     def end_batch(self, device: str) -> None:
         """Ends a batch, all of whose copies have started."""
         self._marks.append((device, self._streams[device].mark()))
+
+    def _wait(self, device: str, mark: Any) -> None:
+        self._streams[device].synchronize(mark)
 
     def finish(self) -> None:
         """Waits for all copies, and raises the error of one that failed."""

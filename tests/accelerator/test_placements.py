@@ -12,9 +12,6 @@ pytestmark = pytest.mark.accelerator
 
 HEAD = {"model.embed_tokens": "sim:0", "lm_head": "sim:0"}
 MAPS = {
-    "1": {"": "sim:0"},
-    "1+cpu": {"": "sim:0", LAYERS[1]: "cpu", LAYERS[2]: "cpu"},
-    "1+disk": {"": "sim:0", LAYERS[1]: "disk", LAYERS[2]: "disk"},
     "1+cpu+disk": {"": "sim:0", LAYERS[0]: "disk", LAYERS[1]: "cpu", LAYERS[3]: "disk"},
     "2": {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"},
     "2 by layers": {"": "sim:1", "model.embed_tokens": "sim:0", "lm_head": "sim:0", LAYERS[1]: "disk"},
@@ -37,8 +34,6 @@ MAPS = {
 }
 ORDERS = {
     "eager": {},
-    "lazy default": {"default": "lazy"},
-    "lazy others": {"others": "lazy"},
     "lazy": {"default": "lazy", "others": "lazy"},
     "slow": {"default": 300, "others": 3000},
 }
