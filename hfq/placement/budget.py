@@ -154,8 +154,9 @@ def plan_devices(
     """Assigns a device to every unit, so that one forward pass onloads as little as possible.
 
     No device holds more than its limit. The execution device is filled first: modules outside decoder layers
-    (smallest first), then decoder layers in model order, then experts, then embeddings. The rest goes to the
-    CPU in the same order, and then to disk. More memory never increases the bytes onloaded.
+    (smallest first), then decoder layers, then experts, then embeddings. An accelerator keeps layers that are
+    spread evenly over the model; the CPU keeps the first ones. The rest goes to the CPU in the same order,
+    and then to disk. More memory never increases the bytes onloaded.
 
     Args:
         units: Units of the model, in the order in which they compute.
@@ -232,26 +233,28 @@ def find_budget(
 
 
 def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache: int) -> Budget | Shortage:
-    leaving = units_leaving(units, capacities.get(main, 0), cache)
+    leaving = units_leaving(units, capacities.get(main, 0), cache, is_spread=main != "cpu")
     if isinstance(leaving, int):
         what = "weights that cannot be offloaded, and the offload buffer"
         return Shortage(main, leaving, what, {main: leaving})
     return store_units(units, capacities, {unit.name: main for unit in units}, leaving, cache)
 
 
-def units_leaving(units: Sequence[Unit], limit: int, cache: int) -> list[Unit] | int:
+def units_leaving(units: Sequence[Unit], limit: int, cache: int, is_spread: bool = True) -> list[Unit] | int:
     """Returns the units that an execution device cannot keep, or the least limit for it.
 
     Args:
         units: Units that it computes, in order.
         limit: Bytes that it may hold.
         cache: Bytes of its expert cache, used if experts are offloaded.
+        is_spread: True to spread the offloaded layers evenly between those that stay, so that an accelerator
+            copies one while it computes several. False to keep the first layers.
     """
     total = sum(unit.nbytes for unit in units)
     if total <= limit:
         return []
     reserved = cache if any(unit.kind == "experts" for unit in units) else 0
-    leaving = _leaving(units, limit - reserved, layer_buffer_nbytes)
+    leaving = _leaving(units, limit - reserved, layer_buffer_nbytes, is_spread)
     return min(leaving + reserved, total) if isinstance(leaving, int) else leaving
 
 
@@ -300,7 +303,10 @@ def store_units(
 
 
 def _leaving(
-    units: Sequence[Unit], capacity: int, buffer_of: Callable[[Sequence[Unit]], int]
+    units: Sequence[Unit],
+    capacity: int,
+    buffer_of: Callable[[Sequence[Unit]], int],
+    is_spread: bool = False,
 ) -> list[Unit] | int:
     """Returns the units that do not fit next to their offload buffer, or the least capacity.
 
@@ -318,7 +324,8 @@ def _leaving(
         )
 
     leaves = sorted((unit for unit in units if unit.kind == "other"), key=lambda unit: unit.nbytes)
-    order = [*leaves, *(unit for unit in units if unit.kind == "block")]
+    blocks = [unit for unit in units if unit.kind == "block"]
+    order = [*leaves, *(_spread(blocks) if is_spread else blocks)]
     needs = []
     for kept in range(len(order), -1, -1):
         needs.append(need(kept))
@@ -337,6 +344,13 @@ def _leaving(
             elif unit.kind == kind:
                 gone.add(unit.name)
     return [unit for unit in units if unit.name in gone]
+
+
+def _spread(units: Sequence[Unit]) -> list[Unit]:
+    """Returns units in an order of which every prefix is spread over all of them; the first one is first."""
+    bits = max(len(units) - 1, 1).bit_length()
+    places = sorted(range(len(units)), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
+    return [units[place] for place in places]
 
 
 def _start_of_idle(units: Sequence[Unit]) -> int:

@@ -1,5 +1,6 @@
 """Homes under byte budgets: hand-computed cases, and what holds for every model and every budget."""
 
+import itertools
 import json
 import re
 
@@ -96,11 +97,27 @@ def test_a_region_may_be_larger_than_what_rests():
 
 def test_the_rest_is_kept_by_the_cpu_before_the_disk():
     budget = plan_devices(LLAMA, {"cuda:0": 78, "cpu": 60}, "cuda:0")
-    assert away(budget) == {"b3": "cpu", "b4": "cpu", "b5": "cpu", "embed": "cpu"}
+    assert away(budget) == {"b1": "cpu", "b3": "cpu", "b5": "cpu", "embed": "cpu"}
     assert (budget.buffers, budget.headroom()) == ({"cuda:0": 20}, {"cuda:0": 0, "cpu": 0})
     budget = plan_devices(LLAMA, {"cuda:0": 78, "cpu": 59}, "cuda:0")
-    assert away(budget) == {"b3": "cpu", "b4": "cpu", "b5": "cpu", "embed": "disk"}
+    assert away(budget) == {"b1": "cpu", "b3": "cpu", "b5": "cpu", "embed": "disk"}
     assert budget.buffers == {"cuda:0": 20}
+
+
+@pytest.mark.parametrize("count", [4, 6, 7, 32, 61])
+def test_an_accelerator_keeps_layers_that_are_spread_evenly(count):
+    units, before = [Unit(f"b{index}", 10, "block") for index in range(count)], set()
+    for kept in range(1, count - 2):
+        budget = plan_devices(units, {"cuda:0": 10 * kept + 20}, "cuda:0")
+        staying = [index for index in range(count) if budget.devices[f"b{index}"] == "cuda:0"]
+        assert len(staying) == kept
+        assert before < {*staying}
+        before = {*staying}
+        assert staying[0] == 0
+        runs = [last - first for first, last in itertools.pairwise([*staying, count])]
+        assert max(runs) <= 2 * -(-count // kept)
+    budget = plan_devices(units, {"cpu": 10 * (count - 3) + 20}, "cpu")
+    assert [index for index in range(count) if budget.devices[f"b{index}"] == "cpu"] == [*range(count - 3)]
 
 
 def test_blocks_on_disk_need_a_ring_on_the_host_too():
