@@ -347,7 +347,7 @@ def _leaving(
 
 
 def _spread(units: Sequence[Unit]) -> list[Unit]:
-    """Returns units in an order of which every prefix is spread over all of them; the first one is first."""
+    """Returns units in an order, from the first on, of which every prefix is spread evenly."""
     bits = max(len(units) - 1, 1).bit_length()
     places = sorted(range(len(units)), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
     return [units[place] for place in places]
