@@ -91,6 +91,17 @@ class Bench:
             )
         return torch.device(found.type, 0)
 
+    def outlived(self, kind: str, error: BaseException, **labels: Any) -> Record:
+        """Returns the record of something that an error kept from being measured.
+
+        Raises:
+            RuntimeError: The device does not work any more, so that the part ends here.
+        """
+        import torch
+
+        torch.accelerator.synchronize(self.device)
+        return missing(kind, error, **labels)
+
 
 def missing(kind: str, reason: str | BaseException, **labels: Any) -> Record:
     """Returns the record of something that was not measured, with the reason."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Record, missing, select
+from benchmarks.gpu.bench import Bench, Record, select
 from benchmarks.gpu.report import Values
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import quantize_activations
@@ -44,7 +44,9 @@ class Layer:
     weight: torch.Tensor
     kernel: Kernel
 
-    def linear(self, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def linear(
+        self, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Multiplies by the layer, or by other tensors of its format."""
         return self.kernel.linear(activations, tensors or self.tensors, self.format)
 
@@ -62,7 +64,7 @@ def measure(bench: Bench) -> Iterator[Record]:
                 yield _bits(case.id, layer, dtype, bench.is_dry)
             yield from _nan(case, layer)
         except Exception as error:
-            yield missing("case", error, case=case.id)
+            yield bench.outlived("case", error, case=case.id)
     for case in CASES:
         if case.id in SCHEMES:
             yield from _rounded(case, shape, bench)
@@ -79,11 +81,15 @@ def tables(records: list[Record]) -> list[Table]:
         cases = len({record["case"] for record in found})
         rows.append((kernel, str(cases), f"{worst['roundings']:.3f}", f"{worst['error']:.2e}", where))
     header = ("kernel", "cases", "roundings", "relative error", "where")
-    note = "The largest error against fp64, in roundings of the activations' dtype, and over the largest result."
+    note = (
+        "The largest error against fp64, in roundings of the activations' dtype, and over the largest result."
+    )
     failed = [(record["case"], record["missing"]) for record in records if "missing" in record]
     for record in select(records, "bits"):
         broken = [name for name in ("weights", "unaligned", "twice") if not record[name]]
-        failed += [(f"{record['case']}, {record['dtype']}", f"other bits: {', '.join(broken)}")] if broken else []
+        failed += (
+            [(f"{record['case']}, {record['dtype']}", f"other bits: {', '.join(broken)}")] if broken else []
+        )
     failed += [(record["case"], "NaN codes") for record in select(records, "nan") if not record["equal"]]
     return [
         Table("Errors", note, header, rows),
@@ -106,7 +112,9 @@ def values(records: list[Record], ceilings: dict[str, float]) -> Values:
     return found
 
 
-def _make(case: Case, shape: tuple[int, int], device: torch.device, scheme: ActivationScheme | None = None) -> Layer:
+def _make(
+    case: Case, shape: tuple[int, int], device: torch.device, scheme: ActivationScheme | None = None
+) -> Layer:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 0.02
     tensors = case.format.quantize(weight)
     settled = tiny_models.settled(case.format, tensors, case.config, shape, case.schema)
@@ -120,9 +128,13 @@ def _errors(case: str, layer: Layer, dtype: torch.dtype, rows: tuple[int, ...]) 
         values = torch.randn(count, layer.weight.shape[1], generator=torch.Generator().manual_seed(count))
         values = values.to(dtype)
         found = layer.linear(values.to(_device(layer)))
-        yield {"kind": "error", "case": case, "kernel": layer.kernel.name, "dtype": _name(dtype), "rows": count} | (
-            _compare(found, values.double(), layer.weight, dtype)
-        )
+        yield {
+            "kind": "error",
+            "case": case,
+            "kernel": layer.kernel.name,
+            "dtype": _name(dtype),
+            "rows": count,
+        } | (_compare(found, values.double(), layer.weight, dtype))
 
 
 def _compare(found: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> Record:
@@ -140,8 +152,14 @@ def _bits(case: str, layer: Layer, dtype: torch.dtype, is_short: bool) -> Record
     ones = torch.eye(layer.weight.shape[1], dtype=dtype)[: 64 if is_short else None].to(device)
     seen = [torch.equal(layer.linear(ones).cpu(), expected[: len(ones)])]
     seen += [torch.equal(layer.linear(ones[:16]).cpu(), expected[:16])]
-    seen += [torch.equal(layer.linear(ones[at : at + 1]).cpu(), expected[at : at + 1]) for at in (0, 1, 7, 63)]
-    values = torch.randn(16, layer.weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    seen += [
+        torch.equal(layer.linear(ones[at : at + 1]).cpu(), expected[at : at + 1]) for at in (0, 1, 7, 63)
+    ]
+    values = (
+        torch.randn(16, layer.weight.shape[1], generator=torch.Generator().manual_seed(1))
+        .to(dtype)
+        .to(device)
+    )
     parts = [values[:1], values]
     first = [layer.linear(part) for part in parts]
     second = [layer.linear(part) for part in parts]
@@ -210,7 +228,7 @@ def _rounded(case: Case, shape: tuple[int, int], bench: Bench) -> Iterator[Recor
                 **_compare(found, exact.double(), layer.weight, torch.bfloat16),
             }
     except Exception as error:
-        yield missing("case", error, case=label)
+        yield bench.outlived("case", error, case=label)
 
 
 def _device(layer: Layer) -> torch.device:

@@ -84,7 +84,8 @@ def _device_facts(device: torch.device) -> dict[str, str]:
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "none")
     return {
-        "device": f"{properties.name}, {properties.total_memory / 1e9:.1f} GB" + (f", {more}" if more else ""),
+        "device": f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
+        + (f", {more}" if more else ""),
         "torch": f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, Triton {_triton()}",
         "for Triton's launchers": f"compiler {compiler}, Python.h {'present' if header.exists() else 'missing'}",
         "Python": sys.version.split()[0],
