@@ -15,7 +15,12 @@ from hfq.errors import SetupError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CEILINGS", "Bench", "Record", "find_missing", "missing", "select"]
+__all__ = ["CEILINGS", "Bench", "NotAvailable", "Record", "find_missing", "missing", "select"]
+
+
+class NotAvailable(RuntimeError):
+    """The device has no such function."""
+
 
 Record = dict[str, Any]
 """One measurement, JSON-ready. `kind` tells records apart."""
@@ -96,8 +101,12 @@ class Bench:
 
         Raises:
             RuntimeError: The device does not work any more, so that the part ends here.
+            Exception: The error itself in a dry run, which tests this code, unless it is `NotAvailable`.
         """
         import torch
+
+        if self.is_dry and not isinstance(error, NotAvailable):
+            raise error
 
         torch.accelerator.synchronize(self.device)
         return missing(kind, error, **labels)

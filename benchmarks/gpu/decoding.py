@@ -101,7 +101,8 @@ def replay_seconds(model: Any, device: torch.device, batch: int) -> float:
     """Returns the median seconds of a token that a graph decodes, with a static cache.
 
     Raises:
-        RuntimeError: The device has no graphs, or the model cannot be captured.
+        NotAvailable: The device has no graphs.
+        RuntimeError: The model cannot be captured.
     """
     from transformers import StaticCache
 

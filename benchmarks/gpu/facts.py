@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.bench import CEILINGS, Bench, Record, find_missing, missing, select
+from benchmarks.gpu.bench import CEILINGS, Bench, NotAvailable, Record, find_missing, select
 from benchmarks.gpu.report import Values
 from benchmarks.gpu.timing import best_rate, device_seconds
 from hfq.machine_profile.machine_facts import machine_facts
@@ -36,11 +36,11 @@ def measure(bench: Bench) -> Iterator[Record]:
     device, unit = bench.device, 1 << 20 if bench.is_dry else 1 << 28
     for name, fact in {**machine_facts(bench.disk), **_device_facts(device)}.items():
         yield {"kind": "fact", "name": name, "fact": fact}
-    yield _rate("copy", lambda: _copy_rate(device, 4 * unit))
-    yield _rate("bf16", lambda: _product_rate(device, 256 if bench.is_dry else 8192))
-    yield from _link_rates(device, 4 * unit)
-    yield _rate("host", lambda: _host_rate(8 * unit))
-    yield _rate("disk", lambda: _disk_rate(bench.disk / "read", 2 * unit))
+    yield _rate(bench, "copy", lambda: _copy_rate(device, 4 * unit))
+    yield _rate(bench, "bf16", lambda: _product_rate(device, 256 if bench.is_dry else 8192))
+    yield from _link_rates(bench, 4 * unit)
+    yield _rate(bench, "host", lambda: _host_rate(8 * unit))
+    yield _rate(bench, "disk", lambda: _disk_rate(bench.disk / "read", 2 * unit))
 
 
 def tables(records: list[Record]) -> list[Table]:
@@ -58,11 +58,11 @@ def values(records: list[Record], ceilings: dict[str, float]) -> Values:
     return {}
 
 
-def _rate(name: str, measure_rate: Callable[[], float]) -> Record:
+def _rate(bench: Bench, name: str, measure_rate: Callable[[], float]) -> Record:
     try:
         return {"kind": CEILINGS, "name": name, "value": measure_rate()}
     except Exception as error:
-        return missing(CEILINGS, error, name=name)
+        return bench.outlived(CEILINGS, error, name=name)
 
 
 def _rate_text(records: list[Record], name: str) -> str:
@@ -111,7 +111,8 @@ def _product_rate(device: torch.device, size: int) -> float:
     return 2 * size**3 / device_seconds(lambda: left @ right, device)
 
 
-def _link_rates(device: torch.device, nbytes: int) -> Iterator[Record]:
+def _link_rates(bench: Bench, nbytes: int) -> Iterator[Record]:
+    device = bench.device
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
     for kind in ("pinned", "pageable"):
         host = torch.ones(nbytes, dtype=torch.uint8)
@@ -123,8 +124,8 @@ def _link_rates(device: torch.device, nbytes: int) -> Iterator[Record]:
         def to_host(host: torch.Tensor = host) -> None:
             host.copy_(memory, non_blocking=True)
 
-        yield _rate(f"{kind} to device", lambda: best_rate(nbytes, to_device, device))
-        yield _rate(f"device to {kind}", lambda: best_rate(nbytes, to_host, device))
+        yield _rate(bench, f"{kind} to device", lambda: best_rate(nbytes, to_device, device))
+        yield _rate(bench, f"device to {kind}", lambda: best_rate(nbytes, to_host, device))
 
 
 def _host_rate(nbytes: int) -> float:
@@ -143,5 +144,5 @@ def _disk_rate(file: Path, nbytes: int) -> float:
     finally:
         file.unlink(missing_ok=True)
     if seconds is None:
-        raise RuntimeError("the file system has no direct reads")
+        raise NotAvailable("the file system has no direct reads")
     return nbytes / seconds

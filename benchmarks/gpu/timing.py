@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.bench import NotAvailable
+
 __all__ = ["best_rate", "capture", "device_seconds", "host_seconds", "launches", "reset_peak", "synchronize"]
 
 
@@ -70,11 +72,12 @@ def capture(call: Callable[[], Any], device: torch.device) -> Callable[[], None]
     """Returns a function that replays a call as a graph.
 
     Raises:
-        RuntimeError: The device has no graphs, or the call cannot be captured.
+        NotAvailable: The device has no graphs.
+        RuntimeError: The call cannot be captured.
     """
     module = torch.get_device_module(device)
     if not hasattr(module, "CUDAGraph"):
-        raise RuntimeError(f"torch has no graphs for {device.type}")
+        raise NotAvailable(f"torch has no graphs for {device.type}")
     side = module.Stream()
     side.wait_stream(module.current_stream())
     with module.stream(side):  # the first calls allocate, and compile kernels
