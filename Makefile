@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile eve
 
 .SILENT:  # each verb says in words what it does
 
-.PHONY: demo test check docs site bench bench-fms tables fuzz stress interop clean
+.PHONY: demo test check docs site bench bench-fms tables gpu fuzz stress interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	echo "Making the environment $(VENV) and installing hfq and its dependencies (minutes)"
@@ -58,6 +58,10 @@ tables: $(VENV)/.installed  ## train two small models and make the published tab
 	echo "Training two small models and making the tables of docs/benchmarks/quality.md"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
 	$(BIN)/python -m benchmarks quality --out docs/benchmarks
+
+gpu:  ## measure everything on one GPU in 9 minutes, with the packages of $(PYTHON); writes docs/benchmarks/gpu.md
+	echo "Measuring on a GPU (at most 9 minutes); results go to docs/benchmarks"
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --out docs/benchmarks
 
 fuzz: $(VENV)/.installed  ## compare the header reader with safetensors on a million mutated headers; fails if they disagree
 	echo "Comparing hfq's header reader with safetensors on 1,000,000 mutated headers (2 minutes)"

@@ -36,7 +36,9 @@ def measure(bench: Bench) -> Iterator[Record]:
             for pieces in PIECES:
                 yield from _try(bench, name, pieces, lambda m=memory, p=pieces: _register(bench, m, p))
             if name == "huge pages":
-                yield from _try(bench, f"{name}, beside kernels", 1, lambda m=memory: _register_beside(bench, m))
+                yield from _try(
+                    bench, f"{name}, beside kernels", 1, lambda m=memory: _register_beside(bench, m)
+                )
     for name, flags, is_shared in (
         ("shared file in memory", PORTABLE, True),
         ("private map of a file", PORTABLE, False),

@@ -51,7 +51,12 @@ def tables(records: list[Record]) -> list[Table]:
         labels = {"step": step, "batch": batch, "how": how}
         rows.append((f"{step}, M = {batch}, {how}", *(_step_cell(records, name, labels) for name in NAMES)))
     return [
-        Table("Loads to the device", "Warm: from memory. Cold: from the disk.", ("model", "", "time", "rate"), loads),
+        Table(
+            "Loads to the device",
+            "Warm: from memory. Cold: from the disk.",
+            ("model", "", "time", "rate"),
+            loads,
+        ),
         Table("Speed", "Tokens per second, and times those of bf16.", ("step", *NAMES), rows),
     ]
 

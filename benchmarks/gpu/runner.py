@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[2]
 MODELS_NBYTES = 40e9
 """Most bytes of models at a time."""
 
+LOG_LINES = 40
+"""Last lines of the output of a part that did not end."""
+
 _TO_END = 5.0  # seconds between the request to end and the end by force
 
 
@@ -108,6 +111,7 @@ def _put(document: Document, part: Part, entry: dict[str, Any], say: Callable[[s
     if figures:
         rows = [figure.cells() for figure in figures]
         said.append(Table("Acceptance", "", ("what", "measured", "accepted", ""), rows).to_markdown())
+    said += entry.get("log", [])
     say("\n".join([*said, f"{part.number} {part.name}: {headline(entry)}"]))
 
 
@@ -140,8 +144,10 @@ def _run(part: Part, bench: Bench) -> dict[str, Any]:
         records, is_complete = _read_records(file)
         if is_complete:  # also if the device kept the process from ending
             return _entry(part, "done", "", records, time.time() - started)
-        reason = "; ".join(filter(None, [status or _ending(process.returncode), _last_line(log)]))
-        return _entry(part, "timed out" if status else "failed", reason, records, time.time() - started)
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = "; ".join(filter(None, [status or _ending(process.returncode), _last_error(lines)]))
+        entry = _entry(part, "timed out" if status else "failed", reason, records, time.time() - started)
+        return entry | {"log": lines[-LOG_LINES:]}
 
 
 @contextlib.contextmanager
@@ -172,8 +178,7 @@ def _read_records(file: Path) -> tuple[list[Record], bool]:
     return records, False
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+def _last_error(lines: list[str]) -> str:
     named = [line for line in lines if line[:1].isalpha() and ("Error" in line or "error" in line)]
     return (named or lines or [""])[-1].strip()[:400]
 

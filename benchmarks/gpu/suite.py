@@ -70,7 +70,10 @@ def read_results(file: Path) -> list[Record]:
 def tables(records: list[Record]) -> list[Table]:
     """Returns the counts, and the tests that failed."""
     outcomes = Counter(record["outcome"] for record in select(records, "test"))
-    ends = [f"{end['last']}{' (' + end['reason'] + ')' if end['reason'] else ''}" for end in select(records, "end")]
+    ends = [
+        f"{end['last']}{' (' + end['reason'] + ')' if end['reason'] else ''}"
+        for end in select(records, "end")
+    ]
     failed = [(r["name"], r["message"].replace("|", "/")) for r in select(records, "test", outcome="failed")]
     skipped = Counter(record["message"] for record in select(records, "test", outcome="skipped"))
     counts = [(outcome, str(outcomes[outcome])) for outcome in ("failed", "passed", "skipped")]
