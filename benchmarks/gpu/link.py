@@ -1,4 +1,4 @@
-"""Part 5: pinning of host memory, and copies to the device beside computation."""
+"""Part 5: pinning of host memory, and copies to the device during computation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIECES = (64, 1)
 
 
 def measure(bench: Bench) -> Iterator[Record]:
-    """Yields registrations of each kind of memory, and copies with and without computation beside."""
+    """Yields registrations of each kind of memory, and copies with and without computation."""
     nbytes = DRY_WHOLE if bench.is_dry else WHOLE
     for name, pages in (("small pages", MADV_NOHUGEPAGE), ("huge pages", MADV_HUGEPAGE)):
         with _anonymous(nbytes, pages) as memory:
@@ -37,7 +37,7 @@ def measure(bench: Bench) -> Iterator[Record]:
                 yield from _try(bench, name, pieces, lambda m=memory, p=pieces: _register(bench, m, p))
             if name == "huge pages":
                 yield from _try(
-                    bench, f"{name}, beside kernels", 1, lambda m=memory: _register_beside(bench, m)
+                    bench, f"{name}, during products", 1, lambda m=memory: _register_beside(bench, m)
                 )
     for name, flags, is_shared in (
         ("shared file in memory", PORTABLE, True),
@@ -54,7 +54,7 @@ def measure(bench: Bench) -> Iterator[Record]:
 
 
 def tables(records: list[Record]) -> list[Table]:
-    """Returns the rates of registrations, and of copies alone and beside products."""
+    """Returns the rates of registrations, and of copies alone and during products."""
     pinned = []
     for record in records:
         if record["kind"] == "register":
@@ -69,10 +69,10 @@ def tables(records: list[Record]) -> list[Table]:
     for record in select(records, "copy"):
         copied = [
             ("copy alone", f"{record['alone'] / 1e9:.2f} GB/s"),
-            ("copy beside products", f"{record['beside'] / 1e9:.2f} GB/s"),
-            ("products beside the copy, over their time alone", f"{record['slowdown']:.2f}"),
+            ("copy during products", f"{record['beside'] / 1e9:.2f} GB/s"),
+            ("products during the copy, over their time alone", f"{record['slowdown']:.2f}"),
         ]
-    header = ("memory", "pieces", "code", "time", "products beside it, over their time alone")
+    header = ("memory", "pieces", "code", "time", "products during it, over their time alone")
     return [
         Table("Registration of host memory", "cudaHostRegister; code 0 is success.", header, pinned),
         Table("Copies from pinned memory", "", ("what", "measured"), copied),

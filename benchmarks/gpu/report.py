@@ -1,4 +1,4 @@
-"""The document of `python -m benchmarks.gpu`: parts, tables, and figures beside their acceptance numbers."""
+"""The document of `python -m benchmarks.gpu`: parts, tables, and figures next to their acceptance numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ACCEPTED = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value beside its acceptance number; without a value, the reason."""
+    """A measured value next to its acceptance number; without a value, the reason."""
 
     what: str
     bound: float
@@ -172,7 +172,9 @@ class Document:
         if figures:
             header = ("what", "measured", "accepted", "")
             lines.append(
-                Table("Acceptance", "Figures beside their acceptance numbers.", header, figures).to_markdown()
+                Table(
+                    "Acceptance", "Figures next to their acceptance numbers.", header, figures
+                ).to_markdown()
             )
         for name, entry in self.parts.items():
             lines.append(f"# Part {entry['number']}: {name}\n\n{headline(entry)}\n")

@@ -27,7 +27,11 @@ _TO_WRITE = 10.0  # seconds in which an interrupted suite writes its results
 
 
 def measure(bench: Bench) -> Iterator[Record]:
-    """Yields the outcome of each test; those that failed have their message."""
+    """Yields the outcome of each test, failed ones first, with their messages.
+
+    Raises:
+        RuntimeError: No test ran, or one of a dry run failed.
+    """
     if importlib.util.find_spec("pytest") is None:
         raise ModuleNotFoundError("pytest is not installed")
     file, arguments = bench.out / JUNIT, ["-m", "accelerator", *DRY_TESTS]
@@ -51,6 +55,10 @@ def measure(bench: Bench) -> Iterator[Record]:
     results = read_results(file) if file.exists() else []
     yield {"kind": "end", "status": process.returncode, "reason": reason, "last": last, "tests": len(results)}
     yield from sorted(results, key=lambda record: record["outcome"] != "failed")
+    if not results:
+        raise RuntimeError(f"no test ran: {last}")
+    if bench.is_dry and process.returncode:
+        raise RuntimeError(f"the tests did not pass: {last}")
 
 
 def read_results(file: Path) -> list[Record]:
@@ -87,8 +95,6 @@ def tables(records: list[Record]) -> list[Table]:
 def values(records: list[Record], ceilings: dict[str, float]) -> Values:
     """Returns the number of failed tests."""
     ends = list(select(records, "end"))
-    if not ends:
+    if not ends or not ends[0]["tests"]:
         return {}
-    if not ends[0]["tests"]:
-        return {"failed": f"no test ran: {ends[0]['last']}"}
     return {"failed": sum(record["outcome"] == "failed" for record in select(records, "test"))}
