@@ -5,12 +5,12 @@ The weights are seen one by one through inputs with a single 1, so that any orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Record, select
+from benchmarks.gpu.bench import Bench, Record, missing, select
 from benchmarks.gpu.report import Values
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import quantize_activations
@@ -32,6 +32,9 @@ SCHEMES = {
 }
 """Activation schemes under which cases are multiplied, too: FP8 by FP8."""
 
+TO_END = 3.0
+"""Seconds that must be left for another check."""
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -52,22 +55,43 @@ class Layer:
 
 
 def measure(bench: Bench) -> Iterator[Record]:
-    """Yields the errors and checks of each case and dtype."""
+    """Yields errors and checks of each case, first of one case of each format.
+
+    Results at unaligned addresses come last, since kernels may be compiled anew for them.
+    """
     shape, rows = (DRY_SHAPE, (1, 17)) if bench.is_dry else (SHAPE, ROWS)
-    for case in CASES:
-        if bench.is_dry and case.id not in REPRESENTATIVES and case.id not in SCHEMES:
-            continue
-        try:
-            layer = _make(case, shape, bench.device)
-            for dtype in DTYPES:
-                yield from _errors(case.id, layer, dtype, rows)
-                yield _bits(case.id, layer, dtype, bench.is_dry)
-            yield from _nan(case, layer)
-        except Exception as error:
-            yield bench.outlived("case", error, case=case.id)
-    for case in CASES:
+    ordered = sorted(CASES, key=lambda case: case.id not in REPRESENTATIVES)
+    if bench.is_dry:
+        ordered = [case for case in ordered if case.id in REPRESENTATIVES or case.id in SCHEMES]
+    for case in ordered:
+        yield from _guarded(bench, case.id, lambda case=case: _check(bench, case, shape, rows))
+    for case in ordered:
         if case.id in SCHEMES:
-            yield from _rounded(case, shape, bench)
+            label = f"{case.id}, {SCHEMES[case.id].strategy} activations"
+            yield from _guarded(bench, label, lambda case=case: _rounded(case, shape, bench, rows))
+    for case in ordered:
+        if case.id in REPRESENTATIVES:
+            label = f"{case.id}, unaligned"
+            yield from _guarded(bench, label, lambda case=case: [_unaligned(bench, case, shape)])
+
+
+def _guarded(bench: Bench, label: str, call: Callable[[], Iterable[Record]]) -> Iterator[Record]:
+    """Yields the records of a check, and that of its failure or of the time that it did not get."""
+    if bench.seconds_left < TO_END:
+        yield missing("late", "no time was left", case=label)
+        return
+    try:
+        yield from call()
+    except Exception as error:
+        yield bench.outlived("case", error, case=label)
+
+
+def _check(bench: Bench, case: Case, shape: tuple[int, int], rows: tuple[int, ...]) -> Iterator[Record]:
+    layer = _make(case, shape, bench.device)
+    for dtype in DTYPES:
+        yield from _errors(case.id, layer, dtype, rows)
+        yield _bits(case.id, layer, dtype, bench.is_dry)
+    yield from _nan(case, layer)
 
 
 def tables(records: list[Record]) -> list[Table]:
@@ -85,12 +109,11 @@ def tables(records: list[Record]) -> list[Table]:
         "The largest error against fp64, in roundings of the activations' dtype, and over the largest result."
     )
     failed = [(record["case"], record["missing"]) for record in records if "missing" in record]
-    for record in select(records, "bits"):
-        broken = [name for name in ("weights", "unaligned", "twice") if not record[name]]
-        failed += (
-            [(f"{record['case']}, {record['dtype']}", f"other bits: {', '.join(broken)}")] if broken else []
-        )
-    failed += [(record["case"], "NaN codes") for record in select(records, "nan") if not record["equal"]]
+    for record in (*select(records, "bits"), *select(records, "unaligned")):
+        broken = [name for name in ("weights", "unaligned", "twice") if not record.get(name, True)]
+        if broken:
+            failed.append((f"{record['case']}, {record['dtype']}", f"other bits: {', '.join(broken)}"))
+    failed += [(record["case"], "NaN codes") for record in select(records, "nan") if not record["nan"]]
     return [
         Table("Errors", note, header, rows),
         Table("Failures", f"{len(failed)} in all.", ("case", "what"), failed),
@@ -98,17 +121,24 @@ def tables(records: list[Record]) -> list[Table]:
 
 
 def values(records: list[Record], ceilings: dict[str, float]) -> Values:
-    """Returns the worst error and the shares of cases that passed; a case that raised did not."""
-    errors, bits = list(select(records, "error")), list(select(records, "bits"))
-    raised = len({record["case"] for record in records if "missing" in record})
+    """Returns the worst error and the shares of cases that passed.
+
+    A case that raised did not pass. Nothing counts as measured if time was left for some cases only.
+    """
+    errors = list(select(records, "error"))
+    raised = [record["case"] for record in records if record["kind"] == "case"]
     found: dict[str, float | str] = {}
     if errors:
         found["error"] = max(record["roundings"] for record in errors)
-    if bits:
-        for name in ("weights", "unaligned", "twice"):
-            found[name] = sum(record[name] for record in bits) / (len(bits) + len(DTYPES) * raised)
-    if nans := list(select(records, "nan")):
-        found["nan"] = sum(record["equal"] for record in nans) / len(nans)
+    for kind, names in (("bits", ("weights", "twice")), ("unaligned", ("unaligned",)), ("nan", ("nan",))):
+        checked = list(select(records, kind))
+        failed = sum(case.endswith(", unaligned") == (kind == "unaligned") for case in raised)
+        failed *= {"bits": len(DTYPES), "unaligned": 1, "nan": 0}[kind]
+        for name in names if checked or failed else ():
+            found[name] = sum(record[name] for record in checked) / (len(checked) + failed)
+    late = sum(record["kind"] == "late" for record in records)
+    if late:
+        return {key: f"{value:.3g}, but no time was left for {late} checks" for key, value in found.items()}
     return found
 
 
@@ -139,6 +169,8 @@ def _errors(case: str, layer: Layer, dtype: torch.dtype, rows: tuple[int, ...]) 
 
 def _compare(found: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> Record:
     """Returns the largest error in roundings: each weight, and the result, may be rounded once."""
+    if not found.isfinite().all():
+        raise ArithmeticError("a result is not finite")
     exact, rounding = values @ weight.t(), torch.finfo(dtype).eps / 2
     allowed = rounding * (values.abs() @ weight.abs().t() + exact.abs())
     error = (found.cpu().double() - exact).abs()
@@ -147,7 +179,7 @@ def _compare(found: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, dt
 
 
 def _bits(case: str, layer: Layer, dtype: torch.dtype, is_short: bool) -> Record:
-    """Compares single weights with the CPU's, and results at other addresses and in a second call."""
+    """Compares single weights with the CPU's, and results with those of a second call."""
     device, expected = _device(layer), layer.weight.to(dtype).t()
     ones = torch.eye(layer.weight.shape[1], dtype=dtype)[: 64 if is_short else None].to(device)
     seen = [torch.equal(layer.linear(ones).cpu(), expected[: len(ones)])]
@@ -163,20 +195,30 @@ def _bits(case: str, layer: Layer, dtype: torch.dtype, is_short: bool) -> Record
     parts = [values[:1], values]
     first = [layer.linear(part) for part in parts]
     second = [layer.linear(part) for part in parts]
-    shifted = [
-        torch.equal(layer.linear(part, _moved(layer.tensors, offset)), whole)
-        for offset in OFFSETS
-        for part, whole in zip(parts, first, strict=True)
-    ]
     return {
         "kind": "bits",
         "case": case,
         "kernel": layer.kernel.name,
         "dtype": _name(dtype),
         "weights": all(seen),
-        "unaligned": all(shifted),
         "twice": all(map(torch.equal, first, second)),
     }
+
+
+def _unaligned(bench: Bench, case: Case, shape: tuple[int, int]) -> Record:
+    """Compares results with those of the same tensors at other addresses."""
+    layer, dtype = _make(case, shape, bench.device), DTYPES[0]
+    values = torch.randn(16, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype).to(bench.device)
+    parts = [values[:1], values]
+    whole = [layer.linear(part) for part in parts]
+    moved = [_moved(layer.tensors, offset) for offset in OFFSETS]
+    equal = [
+        torch.equal(layer.linear(part, tensors), expected)
+        for tensors in moved
+        for part, expected in zip(parts, whole, strict=True)
+    ]
+    labels = {"case": case.id, "kernel": layer.kernel.name, "dtype": _name(dtype)}
+    return {"kind": "unaligned", **labels, "unaligned": all(equal)}
 
 
 def _moved(tensors: Tensors, offset: int) -> Tensors:
@@ -202,33 +244,30 @@ def _nan(case: Case, layer: Layer) -> Iterator[Record]:
     expected = layer.format.dequantize(on_cpu).isnan().any(1)
     ones = torch.ones(1, layer.weight.shape[1], dtype=torch.bfloat16, device=codes.device)
     found = layer.linear(ones, tensors).cpu()[0].isnan()
-    yield {"kind": "nan", "case": case.id, "kernel": layer.kernel.name, "equal": torch.equal(found, expected)}
+    yield {"kind": "nan", "case": case.id, "kernel": layer.kernel.name, "nan": torch.equal(found, expected)}
 
 
-def _rounded(case: Case, shape: tuple[int, int], bench: Bench) -> Iterator[Record]:
+def _rounded(case: Case, shape: tuple[int, int], bench: Bench, rows: tuple[int, ...]) -> Iterator[Record]:
     """Yields the errors of products whose activations are rounded as well."""
-    scheme, label = SCHEMES[case.id], f"{case.id}, {SCHEMES[case.id].strategy} activations"
-    try:
-        layer = _make(case, shape, bench.device, scheme)
-        on_cpu = {name: tensor.cpu() for name, tensor in layer.tensors.items()}
-        for count in (1, 17) if bench.is_dry else ROWS:
-            values = torch.randn(count, shape[1], generator=torch.Generator().manual_seed(count)).bfloat16()
-            rounded = quantize_activations(values, scheme, on_cpu)
-            if layer.kernel.rounds:
-                found = layer.kernel.linear(values.to(bench.device), layer.tensors, layer.format, scheme)
-                exact = quantize_activations(values.float(), scheme, on_cpu)  # codes times scales, unrounded
-            else:
-                found, exact = layer.linear(rounded.to(bench.device)), rounded
-            yield {
-                "kind": "error",
-                "case": label,
-                "kernel": layer.kernel.name,
-                "dtype": "bfloat16",
-                "rows": count,
-                **_compare(found, exact.double(), layer.weight, torch.bfloat16),
-            }
-    except Exception as error:
-        yield bench.outlived("case", error, case=label)
+    scheme = SCHEMES[case.id]
+    layer = _make(case, shape, bench.device, scheme)
+    on_cpu = {name: tensor.cpu() for name, tensor in layer.tensors.items()}
+    for count in rows:
+        values = torch.randn(count, shape[1], generator=torch.Generator().manual_seed(count)).bfloat16()
+        if layer.kernel.rounds:
+            found = layer.kernel.linear(values.to(bench.device), layer.tensors, layer.format, scheme)
+            exact = quantize_activations(values.float(), scheme, on_cpu)  # codes times scales, unrounded
+        else:
+            exact = quantize_activations(values, scheme, on_cpu)
+            found = layer.linear(exact.to(bench.device))
+        yield {
+            "kind": "error",
+            "case": f"{case.id}, {scheme.strategy} activations",
+            "kernel": layer.kernel.name,
+            "dtype": "bfloat16",
+            "rows": count,
+            **_compare(found, exact.double(), layer.weight, torch.bfloat16),
+        }
 
 
 def _device(layer: Layer) -> torch.device:
