@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-import traceback
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ def load(path: Path, device_map: dict[str, Any], **options: Any) -> tuple[Any, f
     main = torch.device(loader_of(model).main)
     torch.accelerator.synchronize(main)
     return model.eval(), time.perf_counter() - started
+
+
+WAITED_TOKENS = 3
 
 
 class Decoding:
@@ -123,13 +127,10 @@ def replay_seconds(model: Any, device: torch.device, batch: int) -> float:
         return device_seconds(capture(step, device), device, times=9)
 
 
-def count_waits(decoding: Decoding, tokens: int = 3) -> tuple[int, str]:
-    """Returns the number of tokens in which the host waited for the device, and where it did.
-
-    On the simulated accelerator, it is the number of waits.
-    """
+def count_waits(decoding: Decoding, tokens: int = WAITED_TOKENS) -> tuple[int, str]:
+    """Returns how often the host waited for the device while it decoded some tokens, and where."""
     module = torch.get_device_module(decoding.device)
-    if hasattr(module, "take_counts"):
+    if hasattr(module, "take_counts"):  # the simulated accelerator
         module.take_counts()
         for _ in range(tokens):
             decoding.token()
@@ -137,18 +138,17 @@ def count_waits(decoding: Decoding, tokens: int = 3) -> tuple[int, str]:
         names = ("waited", "device synchronizations", "stream synchronizations")
         found = {name: counts[name] for name in names if counts.get(name)}
         return sum(found.values()), ", ".join(f"{number} {name}" for name, number in found.items())
-    waited, where = 0, ""
-    for _ in range(tokens):
-        module.set_sync_debug_mode("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.set_sync_debug_mode("warn")
         try:
-            decoding.token()
-        except RuntimeError as error:
-            waited += 1
-            frames = traceback.extract_tb(error.__traceback__)
-            where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {error}"
+            for _ in range(tokens):
+                decoding.token()
         finally:
             module.set_sync_debug_mode("default")
-    return waited, where
+    waits = [each for each in caught if "synchronizing" in str(each.message)]
+    where = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in waits)
+    return len(waits), ", ".join(f"{count} in {place}" for place, count in where.most_common(3))
 
 
 def busy_shares(decoding: Decoding, tokens: int = 3) -> dict[str, float]:

@@ -54,7 +54,7 @@ def tables(records: list[Record]) -> list[Table]:
                 f"{record['peak'] / record['planned']:.3f}",
             )
         )
-    header = ("placement", "tokens/s", "load", "hits", "bytes per token", "tokens with a wait", "stalled")
+    header = ("placement", "tokens/s", "load", "hits", "bytes per token", "waits in 3 tokens", "stalled")
     note = "One sequence, token by token. Bytes: those of the experts that were not in the cache."
     return [Table("Mixture of experts", note, (*header, "peak / plan"), rows)]
 

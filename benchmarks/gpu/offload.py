@@ -90,7 +90,7 @@ def tables(records: list[Record]) -> list[Table]:
         "copied",
         "copies busy",
         "compute busy",
-        "waits",
+        "waits in 3 tokens",
         "stalled",
     )
     note = "One sequence, token by token. Copied: bytes of offloaded layers over the time of a token."

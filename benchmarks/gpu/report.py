@@ -55,7 +55,7 @@ ACCEPTED = {
     "launches": Accepted("kernels", "most launches of a product at M <= 64", 3),
     "rate": Accepted("offload", "all layers in cpu: least copy rate over the pinned rate", 0.92, True),
     "busy": Accepted("offload", "all layers in cpu: least share of a pass in which copies run", 0.95, True),
-    "waits": Accepted("offload", "tokens in which the forward pass waited for the device", 0),
+    "waits": Accepted("offload", "most waits of the host for the device in 3 tokens", 0),
     "accelerate": Accepted("offload", "fp8, all layers in cpu: tokens per second over accelerate's", 6, True),
     "offload_peak": Accepted("offload", "device memory: peak over the plan", 1.02),
     "warm": Accepted("resident", "slowest warm load to the device over the pinned rate", 0.6, True),
