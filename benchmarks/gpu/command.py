@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hfq.errors import HfqError, SetupError, nearest
 __all__ = ["main"]
 
 BUDGET = 540.0
+SOURCES = (".py", ".cpp", ".h")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,7 +42,7 @@ def _run(options: argparse.Namespace) -> list[str]:
     only = _names(options.only, [part.name for part in PARTS])
     _refuse_interpreter(options.dry_run)
     device = "the simulated accelerator" if options.dry_run else _find_device()
-    document = Document(options.out, device, options.dry_run)
+    document = Document(options.out, device, options.dry_run, _fingerprint())
 
     def is_wanted(part: Part) -> bool:
         if only:
@@ -98,6 +100,15 @@ def _refuse_interpreter(is_dry: bool) -> None:
             found=f"TRITON_INTERPRET={found}",
             fix="Unset TRITON_INTERPRET.",
         )
+
+
+def _fingerprint() -> str:
+    """Returns a fingerprint of the code that is measured, and of that which measures."""
+    found = hashlib.sha256()
+    for folder in ("hfq", "benchmarks/gpu"):
+        for file in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES):
+            found.update(file.read_bytes())
+    return found.hexdigest()[:10]
 
 
 def _find_device() -> str:

@@ -57,7 +57,7 @@ class Layer:
 def measure(bench: Bench) -> Iterator[Record]:
     """Yields errors and checks of each case, first of one case of each format.
 
-    Results at unaligned addresses come last, since kernels may be compiled anew for them.
+    Results at unaligned addresses come last, since kernels may be compiled again for them.
     """
     shape, rows = (DRY_SHAPE, (1, 17)) if bench.is_dry else (SHAPE, ROWS)
     ordered = sorted(CASES, key=lambda case: case.id not in REPRESENTATIVES)

@@ -114,13 +114,16 @@ class Document:
         folder: Folder of `gpu.json` and `gpu.md`. It is created if missing.
         device: Name of the device. Parts that another device ran are dropped.
         is_dry: True for a run on the simulated accelerator.
+        sources: Fingerprint of the code. Parts that other code ran count as unfinished, and stay until they
+            run again.
 
     Raises:
         SetupError: A dry run would replace measurements.
     """
 
-    def __init__(self, folder: Path, device: str, is_dry: bool) -> None:
+    def __init__(self, folder: Path, device: str, is_dry: bool, sources: str) -> None:
         self._file, self._page = folder / "gpu.json", folder / "gpu.md"
+        self._sources = sources
         self._content: dict[str, Any] = {"device": device, "is_dry": is_dry, "parts": {}}
         folder.mkdir(parents=True, exist_ok=True)
         found = _read(self._file)
@@ -141,8 +144,9 @@ class Document:
         return self._content["parts"]
 
     def is_finished(self, name: str) -> bool:
-        """Returns True if a part ran to its end."""
-        return self.parts.get(name, {}).get("status") == "done"
+        """Returns True if a part of this code ran to its end."""
+        entry = self.parts.get(name, {})
+        return entry.get("status") == "done" and entry["sources"] == self._sources
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """Returns what a part measured, also one that did not end."""
@@ -154,7 +158,7 @@ class Document:
         """Puts the entry of a part, and replaces both files."""
         shown = [asdict(table) for table in tables]
         judged = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
-        self.parts[name] = entry | {"tables": shown, "figures": judged}
+        self.parts[name] = entry | {"sources": self._sources, "tables": shown, "figures": judged}
         ordered = sorted(self.parts.items(), key=lambda item: item[1]["number"])
         self._content["parts"] = dict(ordered)
         replace_text(self._file, json.dumps(self._content, indent=1) + "\n")
@@ -177,7 +181,9 @@ class Document:
                 ).to_markdown()
             )
         for name, entry in self.parts.items():
-            lines.append(f"# Part {entry['number']}: {name}\n\n{headline(entry)}\n")
+            lines.append(
+                f"# Part {entry['number']}: {name}\n\n{headline(entry)}; {entry['date']}, sources {entry['sources']}\n"
+            )
             lines += [Table(**table).to_markdown() for table in entry["tables"]]
         return "\n".join(lines)
 

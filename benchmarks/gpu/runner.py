@@ -81,7 +81,7 @@ def run_parts(
             part, left = waiting.pop(0), ends - time.time()
             if part.seconds > left:
                 entry = _entry(part, "skipped", f"it takes {part.seconds:g} s, and {left:.0f} s are left")
-                if not document.is_finished(part.name):
+                if not document.records(part.name):
                     _put(document, part, entry, say)
                 else:
                     say(f"\n== {part.number} {part.name}: {headline(entry)}; its earlier result stays")

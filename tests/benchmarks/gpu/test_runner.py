@@ -45,9 +45,9 @@ def part(tmp_path, monkeypatch):
 ONE = 'yield {"kind": "one", "value": 3}'
 
 
-def run(parts, out, again=True, budget=300.0):
+def run(parts, out, again=True, budget=300.0, sources="s"):
     said = []
-    document = Document(out, "a device", False)
+    document = Document(out, "a device", False, sources)
     run_parts(
         parts,
         document,
@@ -123,6 +123,13 @@ def test_finished_parts_are_skipped_and_others_run_again(part, tmp_path):
     assert second[bad.name]["reason"] != first[bad.name]["reason"]
 
 
+def test_a_part_that_other_code_finished_runs_again_and_stays_until_then(part, tmp_path):
+    first, second = parts = part(ONE), part(ONE)
+    run(parts, tmp_path)
+    found, _ = run([first], tmp_path, again=False, sources="t")
+    assert (found[first.name]["sources"], found[second.name]["sources"]) == ("t", "s")
+
+
 def test_a_part_that_does_not_fit_the_budget_is_skipped_by_name(part, tmp_path):
     long, short = part(ONE, seconds=500.0), part(ONE, seconds=20.0)
     found, said = run([long, short], tmp_path, budget=60.0)
@@ -160,14 +167,14 @@ def test_a_model_is_deleted_after_the_last_part_that_uses_it(part, tmp_path):
 
 def test_results_of_another_device_are_dropped(part, tmp_path):
     run([part(ONE)], tmp_path)
-    assert Document(tmp_path, "another device", False).parts == {}
+    assert Document(tmp_path, "another device", False, "s").parts == {}
 
 
 def test_a_dry_run_does_not_replace_measurements(part, tmp_path):
     run([part(ONE)], tmp_path)
     before = (tmp_path / "gpu.json").read_text()
     with pytest.raises(SetupError, match="does not replace measurements"):
-        Document(tmp_path, "the simulated accelerator", True)
+        Document(tmp_path, "the simulated accelerator", True, "s")
     assert (tmp_path / "gpu.json").read_text() == before
 
 
