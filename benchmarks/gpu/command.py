@@ -56,7 +56,6 @@ def _run(options: argparse.Namespace) -> list[str]:
         PARTS,
         document,
         options.out,
-        is_dry=options.dry_run,
         budget=options.budget,
         is_wanted=is_wanted,
         say=_say,

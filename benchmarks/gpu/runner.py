@@ -58,7 +58,6 @@ def run_parts(
     document: Document,
     out: Path,
     *,
-    is_dry: bool,
     budget: float,
     is_wanted: Callable[[Part], bool],
     say: Callable[[str], None],
@@ -69,14 +68,13 @@ def run_parts(
         parts: The parts in their order.
         document: Results of earlier runs; each part is added to it.
         out: Folder of the results.
-        is_dry: True for the simulated accelerator.
         budget: Seconds for all parts together.
         is_wanted: Returns False for a part that shall not run.
         say: Function that receives the text of each part.
     """
     ends = time.time() + budget
     waiting = [part for part in parts if is_wanted(part)]
-    with _folder(_in_memory(is_dry)) as scratch, _folder(tempfile.gettempdir()) as disk:
+    with _folder(_in_memory(document.is_dry)) as scratch, _folder(tempfile.gettempdir()) as disk:
         while waiting:
             part, left = waiting.pop(0), ends - time.time()
             if part.seconds > left:
@@ -88,7 +86,7 @@ def run_parts(
                 continue
             say(f"\n== {part.number} {part.name}: at most {part.seconds:g} s")
             bench = Bench(
-                is_dry, scratch, disk, out.resolve(), time.time() + part.seconds, _ceilings(document)
+                document.is_dry, scratch, disk, out.resolve(), time.time() + part.seconds, _ceilings(document)
             )
             _put(document, part, _run(part, bench), say)
             needed = {name for other in waiting for name in other.models}
@@ -105,7 +103,7 @@ def _put(document: Document, part: Part, entry: dict[str, Any], say: Callable[[s
         tables, values = module.tables(records), module.values(records, ceilings)
     except Exception as error:  # an incomplete part may lack any record
         entry = entry | {"reason": f"{entry['reason']} (no tables: {type(error).__name__}: {error})".strip()}
-    figures = figures_of(part.name, values, entry["reason"] or "the part did not measure it")
+    figures = figures_of(part.name, values, entry["reason"] or "the part did not measure it", document.is_dry)
     document.put(part.name, entry, tables, figures)
     said = [table.to_markdown() for table in tables]
     if figures:

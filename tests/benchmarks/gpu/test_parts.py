@@ -20,6 +20,13 @@ def test_a_part_that_ended_before_its_first_record_has_tables_and_no_values(part
     assert {figure.verdict for figure in figures_of(part.name, {}, "it died")} <= {"not measured"}
 
 
+def test_a_dry_run_says_nothing_about_speed():
+    figures = figures_of("exact", {"error": 0.5}, "", is_dry=True)
+    assert figures[0].verdict == "ok"
+    figures = figures_of("kernels", {"fp8": 9.0, "host": 1.0}, "", is_dry=True)
+    assert {(figure.value, figure.reason) for figure in figures} == {(None, "a dry run")}
+
+
 def product(name, rows, seconds, size="14336 x 4096", nbytes=30e6):
     return {
         "kind": "product",

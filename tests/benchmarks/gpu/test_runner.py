@@ -52,7 +52,6 @@ def run(parts, out, again=True, budget=300.0, sources="s"):
         parts,
         document,
         out,
-        is_dry=False,
         budget=budget,
         is_wanted=lambda each: again or not document.is_finished(each.name),
         say=said.append,
