@@ -12,6 +12,7 @@ from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.unquantized import Unquantized
 from hfq.kernels import reference, registry
 from hfq.kernels.activations import quantize_activations
 from hfq.kernels.cuda import libraries, scaled_mm, triton_linear
@@ -32,6 +33,7 @@ def device(monkeypatch):
         monkeypatch.setattr(registry, "capability", lambda: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(triton_linear, "_reason_not_launched", lambda: None)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
 
     yield make
@@ -44,13 +46,14 @@ def device(monkeypatch):
         (Gptq(), None, "triton"),
         (Gptq(3), None, "triton"),
         (BLOCKS, None, "triton"),
-        (Mxfp4(), None, "reference"),
-        (Gptq(5, is_planar=True), None, "reference"),
+        (Mxfp4(), None, "triton"),
+        (Gptq(5, is_planar=True), None, "triton"),
+        (Unquantized(), None, "reference"),
         (BLOCKS, GROUP, "triton_fp8"),
         (Fp8(), TOKEN, "scaled_mm"),
         (Fp8(strategy="tensor"), TENSOR, "scaled_mm"),
         (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton_fp8"),
-        (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token", dtype="int8"), "reference"),
+        (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token", dtype="int8"), "triton"),
     ],
 )
 def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
@@ -79,7 +82,7 @@ def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
             "it needs compute capability 9.0 or later, the device has 8.9",
         ),
         ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "not used: scaled_mm is preferred"),
-        ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 7.5, the device has 7.0"),
+        ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 8.0, the device has 7.0"),
     ],
 )
 def test_an_older_device_has_the_next_best(device, capability, weight_format, scheme, name, refused, reason):
@@ -113,16 +116,38 @@ def test_a_kernel_of_one_device_is_not_chosen_for_another(device):
     assert choose_kernel("torch", Gptq(), 256, 256, "cuda").name == "triton"
 
 
-def test_a_slice_cut_within_a_block_is_refused():
-    assert (
-        triton_linear.reason_against(Fp8(strategy="block", block_offset=(0, 8)), 64, 64)
-        == "the layer is cut within a block"
-    )
+def test_other_schemes_are_left_to_other_kernels():
     assert triton_linear.reason_against_scheme(Gptq(), TOKEN, 64, 64) == "it does not read gptq"
     assert (
         triton_linear.reason_against_scheme(Fp8(), ActivationScheme("token", dtype="int8"), 64, 64)
         == "it does not round to int8"
     )
+
+
+def test_a_machine_that_cannot_compile_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(triton_linear, "quantize_rows", fail)
+    monkeypatch.setattr(torch, "ones", lambda *_, device: None)
+    triton_linear._reason_not_launched.cache_clear()
+    try:
+        reason = triton_linear.reason_missing()
+    finally:
+        triton_linear._reason_not_launched.cache_clear()
+    assert reason == "Triton cannot compile: RuntimeError: Please specify via CC environment variable."
+
+
+def test_products_of_fp8_are_not_those_of_rocm(device, monkeypatch):
+    device()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    reasons = explain_kernels("auto", Fp8(), 256, 256, "cuda", TOKEN)
+    assert reasons["scaled_mm"].startswith("ROCm's devices have other codes of FP8")
+    assert reasons["triton_fp8"] is None
 
 
 PROBES = [

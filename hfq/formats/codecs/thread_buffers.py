@@ -19,8 +19,12 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
+def thread_buffer(
+    use: str, dtype: torch.dtype, device: torch.device, numel: int, is_zero: bool = False
+) -> torch.Tensor:
     """Returns the first `numel` elements of this thread's buffer for a use.
+
+    With `is_zero` a new buffer is filled with zeros; its users must leave zeros.
 
     Each stream of an accelerator has its own, since another stream may not have computed with the contents
     yet. The buffer is allocated outside inference mode, so that every mode may write it. A FakeTensor belongs
@@ -32,7 +36,7 @@ def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int
     buffer = kept.get(key)
     if buffer is None or buffer.numel() < numel:
         with torch.inference_mode(False):
-            buffer = torch.empty(numel, dtype=dtype, device=device)
+            buffer = (torch.zeros if is_zero else torch.empty)(numel, dtype=dtype, device=device)
         if type(buffer) is torch.Tensor:
             kept[key] = buffer
     return buffer[:numel]

@@ -59,8 +59,10 @@ Sources: torch's documentation of `scaled_mm`; pytorch#153555, #158037; gptqmode
 
 @functools.cache
 def capability() -> tuple[int, int] | None:
-    """Returns the compute capability of the first CUDA device; None if there is no device."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    """Returns the lowest compute capability of the CUDA devices; None if there is no device."""
+    if not torch.cuda.is_available():
+        return None
+    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
 def capability_of(device: str) -> str:
@@ -77,6 +79,8 @@ def probe(name: str) -> tuple[bool, str]:
     library, found = LIBRARIES[name], capability()
     if found is None:
         return False, "this machine has no CUDA device"
+    if torch.version.hip is not None:
+        return False, "ROCm's devices have other codes of FP8, and report capabilities of their own"
     if found < library.least or (library.most is not None and found > library.most):
         wanted = f"{_dotted(library.least)} or later" if library.most is None else _dotted(library.least)
         return False, f"it needs compute capability {wanted}, the device has {_dotted(found)}"

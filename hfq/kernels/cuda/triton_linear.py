@@ -1,10 +1,8 @@
-"""Triton kernels for CUDA devices: GPTQ of 2, 3, 4, and 8 bits, and FP8.
+"""Triton kernels for CUDA devices, for every format.
 
-The kernels read the checkpoint's bytes. Few activation rows are multiplied while the codes are decoded, tile
-by tile. For more rows, the reference kernel dequantizes panels for the device's own product. As there, a
-tile of the weight is rounded once to the activations' dtype, and products are summed in float32. If there
-are few tiles, the input is split, and the parts are added in one order. Results are therefore the same in
-every call.
+The kernels read the checkpoint's bytes. At most `FEW_ROWS` activation rows are multiplied in float32, at most
+`SOME_ROWS` by tensor cores, while the codes are decoded. For more rows, panels of the weight are dequantized
+for the device's own product. Results are the same in every call.
 
 Tested in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`); never run on a GPU.
 """
@@ -14,18 +12,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from hfq.formats import ActivationScheme, Format
+from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.formats.gptq import WORD_ONES, Gptq
 from hfq.kernels import reference
 from hfq.kernels.activations import quantize_activations
+from hfq.kernels.cuda import launch
+from hfq.kernels.cuda.launch import EXPANDED_NBYTES, FEW_ROWS, SOME_ROWS, Product
+from hfq.kernels.cuda.layers import Layer, describe
+from hfq.kernels.cuda.layers import reason_against as reason_against_format
+from hfq.kernels.layer_tensors import LayerTensors
 
 __all__ = [
-    "FUSED_ROWS",
     "linear",
     "quantize_rows",
     "quantized_linear",
@@ -34,36 +35,37 @@ __all__ = [
     "reason_missing",
 ]
 
-FUSED_ROWS = 64
-"""The most activation rows that are multiplied while decoding; more rows use panels.
-
-Not tuned: published crossovers of such kernels are between 64 and 128 rows (vllm#2497).
-"""
-
-_PROGRAMS = 256
-"""Target number of programs: about two per multiprocessor of a large GPU. Not tuned."""
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_SPLITS = 16
-_BLOCK_N = 64
-_BLOCK_K = 64
-_QUANTIZED_AT_ONCE = 1024
+_ROUNDED_AT_ONCE = 1024
 
 
 def reason_missing() -> str | None:
-    """Returns why this machine cannot run the kernels, or None."""
+    """Returns why this machine cannot run the kernels, or None.
+
+    The first call compiles and launches a small kernel, since Triton needs a C compiler and Python's headers.
+    """
     if not torch.cuda.is_available():
         return "this machine has no CUDA device"
-    return "triton is not installed" if importlib.util.find_spec("triton") is None else None
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return _reason_not_launched()
+
+
+@functools.cache
+def _reason_not_launched() -> str | None:
+    try:
+        rows = torch.ones(1, 16, device="cuda")
+        quantize_rows(rows, ActivationScheme("token"))
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever Triton, its compilers, or the driver raise
+        lines = str(error).strip().splitlines()
+        return f"Triton cannot compile: {type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+    return None
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
     """Returns why the kernels cannot multiply by a layer, or None."""
-    if type(weight_format) is Gptq:  # a subclass may interpret its codes differently
-        return "it does not read gptq's bit planes" if weight_format.is_planar else None
-    if type(weight_format) is Fp8:
-        return "the layer is cut within a block" if weight_format.block_offset != (0, 0) else None
-    return f"it does not read {weight_format.name}"
+    return reason_against_format(weight_format)
 
 
 def reason_against_scheme(
@@ -80,16 +82,34 @@ def reason_against_scheme(
 def linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> torch.Tensor:
-    """Computes `reference.linear`, and calls it for more than `FUSED_ROWS` rows."""
+    """Computes `activations @ W.T (+ bias)`.
+
+    Args:
+        activations: [..., in_features], float32, bfloat16 or float16.
+        tensors: The module's tensors by local name, on the activations' device.
+        weight_format: The format of the tensors.
+
+    Returns:
+        [..., out_features] in the activations' dtype. Few rows are multiplied by the exact weight, others by
+        the weight rounded once to that dtype.
+    """
     rows = activations.reshape(-1, activations.shape[-1])
-    if not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1] or rows.dtype not in _DTYPES:
+    count, in_features = rows.shape
+    if not count or not in_features or rows.dtype not in _DTYPES:
         return reference.linear(activations, tensors, weight_format)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    out_features = weight_format.shape(tensors)[0]
-    launch = _launch_gptq if isinstance(weight_format, Gptq) else _launch_fp8
-    product = _Product(rows, out_features)
-    launch(product, tensors, weight_format)  # type: ignore[arg-type]
-    return _finish(product, activations, tensors)
+    layer = describe(weight_format, tensors)
+    out = rows.new_empty(*activations.shape[:-1], layer.out_features)
+    flat = out.view(count, layer.out_features)
+    if count <= FEW_ROWS or (count <= SOME_ROWS and _uses_dot(rows.dtype)):
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        with torch.cuda.device_of(rows):
+            _product_of(layer, tensors, rows)(rows, flat)
+    else:
+        _multiply_panels(rows, layer, flat)
+        bias = tensors.get("bias")
+        if bias is not None:
+            out += bias.to(out.dtype)
+    return out
 
 
 def quantized_linear(
@@ -103,13 +123,11 @@ def quantized_linear(
     One kernel rounds the activations if each token or group has a scale.
     """
     rows = activations.reshape(-1, activations.shape[-1])
-    is_fused = scheme.scale_name is None and scheme.strategy != "tensor"
-    if not is_fused or not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1]:
+    if scheme.scale_name is not None or scheme.strategy == "tensor" or not rows.numel():
         return linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
-    codes, scales = quantize_rows(rows, scheme)
-    product = _Product(rows, weight_format.shape(tensors)[0])
-    _launch_fp8(product, tensors, weight_format, (codes, scales, _group_size(rows, scheme)))  # type: ignore[arg-type]
-    return _finish(product, activations, tensors)
+    rounded = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _round(rows, scheme, rounded)
+    return linear(rounded.view(activations.shape), tensors, weight_format)
 
 
 def quantize_rows(rows: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,177 +141,68 @@ def quantize_rows(rows: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.T
         Codes, float8_e4m3fn [tokens, in_features], and scales, float32 [tokens, groups]. The products of both
         equal the result of `quantize_activations`.
     """
+    groups = -(-rows.shape[1] // _group_size(rows, scheme))
+    codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    scales = torch.empty(rows.shape[0], groups, dtype=torch.float32, device=rows.device)
+    _round(rows, scheme, codes, scales)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def _round(
+    rows: torch.Tensor, scheme: ActivationScheme, result: torch.Tensor, scales: torch.Tensor | None = None
+) -> None:
+    """Writes rounded rows, or codes and scales."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (count, in_features), group_size = rows.shape, _group_size(rows, scheme)
-    groups = -(-in_features // group_size)
-    codes = torch.empty(count, in_features, dtype=torch.int8, device=rows.device)
-    scales = torch.empty(count, groups, dtype=torch.float32, device=rows.device)
-    block = min(_QUANTIZED_AT_ONCE, 1 << (group_size - 1).bit_length())
+    block = min(_ROUNDED_AT_ONCE, 1 << (group_size - 1).bit_length())
     with torch.cuda.device_of(rows):
-        _device().quantize_e4m3[(count, groups)](
+        launch.device_code().round_e4m3[(count, -(-in_features // group_size))](
             rows,
-            codes,
-            scales,
+            result,
+            result if scales is None else scales,
             in_features,
             group_size,
             rows.stride(0),
             scheme.upper_bound or 0.0,
-            HAS_BOUND=scheme.upper_bound is not None,
-            BLOCK=block,
-            STEPS=-(-group_size // block),
+            scheme.upper_bound is not None,
+            scales is not None,
+            launch.triton_dtype(rows.dtype),
+            block,
+            -(-group_size // block),
         )
-    return codes.view(torch.float8_e4m3fn), scales
 
 
 def _group_size(rows: torch.Tensor, scheme: ActivationScheme) -> int:
     return scheme.group_size if scheme.strategy == "group" and scheme.group_size else rows.shape[1]
 
 
-class _Product:
-    """Buffer for the parts of a product, and the launch options of its kernel."""
-
-    def __init__(self, rows: torch.Tensor, out_features: int) -> None:
-        self.rows, self.out_features = rows, out_features
-        count, in_features = rows.shape
-        self.block_m = 16 if count <= 16 else 32 if count <= 32 else 64
-        tiles = -(-count // self.block_m) * -(-out_features // _BLOCK_N)
-        blocks = -(-in_features // _BLOCK_K)
-        splits = max(min(_PROGRAMS // max(tiles, 1), _MOST_SPLITS, blocks), 1)
-        self.steps = -(-blocks // splits)
-        self.splits = -(-blocks // self.steps)
-        self.partial = torch.empty(self.splits, count, out_features, dtype=torch.float32, device=rows.device)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return -(-self.rows.shape[0] // self.block_m), -(-self.out_features // _BLOCK_N), self.splits
-
-    def options(self) -> dict[str, Any]:
-        """Returns the dtypes and the tile sizes as keyword arguments of a kernel."""
-        own = _triton_dtypes()[self.rows.dtype]
-        dot = _triton_dtypes()[torch.float32] if _is_interpreted() else own
-        return {
-            "DTYPE": own,
-            "DOT": dot,
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": _BLOCK_N,
-            "BLOCK_K": _BLOCK_K,
-            "STEPS": self.steps,
-        }
+def _uses_dot(dtype: torch.dtype) -> bool:
+    """Returns True if tensor cores multiply factors of this dtype exactly."""
+    return dtype != torch.float32 or launch.is_interpreted()
 
 
-def _launch_gptq(product: _Product, tensors: Mapping[str, torch.Tensor], weight_format: Gptq) -> None:
-    rows = product.rows
-    scales = tensors["scales"].contiguous()
-    zeros = tensors["qzeros"].contiguous()
+def _product_of(layer: Layer, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> Product:
+    """Returns the product of rows by a layer, kept with the tensors that a module holds."""
+    if type(tensors) is not LayerTensors:
+        return Product(layer, rows.dtype, rows.shape[0], tensors.get("bias"))
+    count = rows.shape[0]
+    size = 1 if count == 1 else 2 if count == 2 else 4 if count <= 4 else 16 if count <= 16 else count
+    key = ("triton", size if size <= 16 else 32 if size <= 32 else 64, rows.dtype)
+    found = tensors.answers.get(key)  # type: ignore[call-overload]
+    if found is None or found[0] is not layer:
+        found = layer, Product(layer, rows.dtype, count, tensors.get("bias"))
+        tensors.answers[key] = found  # type: ignore[index]
+    return found[1]
+
+
+def _multiply_panels(rows: torch.Tensor, layer: Layer, out: torch.Tensor) -> None:
+    """Multiplies many rows by panels of the dequantized weight."""
     in_features = rows.shape[1]
-    index = tensors["g_idx"].contiguous() if weight_format.act_order else zeros
-    span = in_features if weight_format.group_size == -1 else weight_format.group_size
+    height = max(EXPANDED_NBYTES // (in_features * rows.element_size()) // 16 * 16, 16)
     with torch.cuda.device_of(rows):
-        _device().gptq_linear[product.grid](
-            rows,
-            tensors["qweight"].contiguous(),
-            zeros,
-            scales,
-            index,
-            product.partial,
-            rows.shape[0],
-            product.out_features,
-            in_features,
-            span,
-            rows.stride(0),
-            zeros.shape[1],
-            BITS=weight_format.num_bits,
-            READING=weight_format.zero_reading,
-            ONES=WORD_ONES.get(weight_format.num_bits, 0),
-            HAS_INDEX=weight_format.act_order,
-            **product.options(),
-        )
-
-
-def _launch_fp8(
-    product: _Product,
-    tensors: Mapping[str, torch.Tensor],
-    weight_format: Fp8,
-    quantized: tuple[torch.Tensor, torch.Tensor, int] | None = None,
-) -> None:
-    in_features = product.rows.shape[1]
-    scale = tensors[weight_format.scale_name]
-    is_power = scale.element_size() == 1
-    scale = (scale.view(torch.uint8) if is_power else scale).contiguous()
-    block_out, block_in, stride = _sharing(weight_format, scale, product.out_features, in_features)
-    rows, row_scales, row_group = quantized or (product.rows, product.partial, in_features)
-    with torch.cuda.device_of(product.rows):
-        _device().fp8_linear[product.grid](
-            rows.view(torch.int8) if quantized else rows,
-            row_scales,
-            tensors["weight"].contiguous().view(torch.int8),
-            scale,
-            product.partial,
-            rows.shape[0],
-            product.out_features,
-            in_features,
-            rows.stride(0),
-            row_group,
-            -(-in_features // row_group),
-            block_out,
-            block_in,
-            stride,
-            IS_QUANTIZED=quantized is not None,
-            IS_E4M3=weight_format.codes_dtype == "F8_E4M3",
-            IS_POWER=is_power,
-            DIVIDES=weight_format.reciprocal,
-            **product.options(),
-        )
-
-
-def _sharing(
-    weight_format: Fp8, scale: torch.Tensor, out_features: int, in_features: int
-) -> tuple[int, int, int]:
-    """Returns the outputs and inputs that share a scale, and the stride of scales.
-
-    The stride is the number of scales from one run of such outputs to the next.
-    """
-    if weight_format.strategy == "tensor":
-        return out_features, in_features, 0
-    if weight_format.strategy == "channel":
-        return 1, in_features, 1
-    if weight_format.strategy == "group":
-        return 1, weight_format.group_size or in_features, scale.shape[-1]
-    block = weight_format.block_structure or (128, 128)
-    return *block, scale.shape[2 if scale.dim() == 4 else -1]
-
-
-def _finish(
-    product: _Product, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Adds the parts and the bias.
-
-    The result is a new tensor, since code after a layer may write into its output.
-    """
-    shape = (*activations.shape[:-1], product.out_features)
-    result = torch.empty(shape, dtype=activations.dtype, device=activations.device)
-    result.view(-1, product.out_features).copy_(
-        product.partial[0] if product.splits == 1 else product.partial.sum(0)
-    )
-    bias = tensors.get("bias")
-    if bias is not None:
-        result += bias.to(result.dtype)
-    return result
-
-
-def _device() -> Any:
-    from hfq.kernels.cuda import triton_device
-
-    return triton_device
-
-
-@functools.cache
-def _triton_dtypes() -> dict[torch.dtype, Any]:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def _is_interpreted() -> bool:
-    """Returns True if kernels run in Triton's interpreter; fixed when the kernels are defined."""
-    return type(_device().gptq_linear).__name__ == "InterpretedFunction"
+        for first in range(0, layer.out_features, height):
+            size = min(height, layer.out_features - first)
+            panel = thread_buffer("triton panel", rows.dtype, rows.device, size * in_features)
+            panel = panel.view(size, in_features)
+            launch.expand(panel, layer, first)
+            torch.mm(rows, panel.t(), out=out[:, first : first + size])
