@@ -27,6 +27,13 @@ class BufferAllocator:
         """Returns the offset of a unit, or None if it has no place."""
         return self._places[unit][0] if unit in self._places else None
 
+    def range_of(self, unit: int) -> tuple[int, int] | None:
+        """Returns the bytes [start, stop) of a unit, or None if it has no place."""
+        if unit not in self._places:
+            return None
+        start, nbytes = self._places[unit]
+        return start, start + nbytes
+
     def find(self, unit: int, nbytes: int, kept: Collection[int]) -> tuple[int, list[int]] | None:
         """Finds a place for a unit; `give` assigns it.
 

@@ -253,6 +253,11 @@ class AcceleratorBuffers(OffloadBuffers):
         self._pinned = {unit: [] if pinned is None else pinned.copies(layouts[unit]) for unit in units}
         self._chunks = {unit: _chunks_with_copies(layouts[unit]) for unit in units}
         self._copied: dict[int, object] = {}
+        self._copying: list[tuple[int, int, object]] = []
+        """Bytes [start, stop) of the staging memory that units left, and a mark of their last copy.
+
+        Another unit may take a part of these bytes, and the next unit the rest.
+        """
         self._computed: dict[int, list[object]] = {}  # one mark of each stream that computed with the unit
 
     def nbytes_by_device(self) -> dict[str, int]:
@@ -284,6 +289,7 @@ class AcceleratorBuffers(OffloadBuffers):
     def reset(self) -> None:
         super().reset()
         self._host.clear()
+        self._copying.clear()
 
     def _is_started(self, unit: int) -> bool:
         has_failed = unit in self._copied and self._copy_stream.has_failed(self._copied[unit])
@@ -343,11 +349,16 @@ class AcceleratorBuffers(OffloadBuffers):
         found, nbytes = self._find_staging(unit), self.layouts[unit].read_nbytes
         if found is None:
             return self._copy_stream.host_buffer(nbytes), []
-        before = [other for other in (unit, *found[1]) if self._host.place_of(other) is not None]
-        for other in before:
-            self._host.forget(other)
+        for other in (unit, *found[1]):
+            place = self._host.range_of(other)
+            if place is not None:
+                self._copying.append((*place, self._last_copy_of(other)))
+                self._host.forget(other)
+        self._copying = [each for each in self._copying if not self._copy_stream.is_past(each[2])]
         self._host.give(unit, found[0], nbytes)
-        return self._staging[found[0] : found[0] + nbytes], [self._last_copy_of(other) for other in before]
+        first, last = found[0], found[0] + nbytes
+        pending = [mark for start, stop, mark in self._copying if start < last and first < stop]
+        return self._staging[first:last], pending
 
     def _last_copy_of(self, unit: int) -> object:
         ticket = self._tickets.get(unit)

@@ -67,3 +67,11 @@ def test_a_wait_that_is_left_out_is_noticed(sim, monkeypatch, experts, wait):
     finally:
         sim.fail()  # ends the errors of this test
     assert not failure or "was used that is not allocated" in failure
+
+
+@pytest.mark.parametrize("delays", [LATE_COPIES, LATE_COMPUTATION, {"default": "lazy", "others": "lazy"}])
+def test_a_unit_may_overwrite_a_part_of_another_one_in_staging_memory(sim, delays):
+    """The head is larger than a layer, so the units in staging memory overlap partly."""
+    (expected, *_) = passes(sim, GPTQ, {"": "sim:0"}, {})
+    for found in passes(sim, GPTQ, {"": "disk", "model.norm": "sim:0"}, delays):
+        assert torch.equal(found, expected)
