@@ -310,40 +310,47 @@ def _leaving(
 ) -> list[Unit] | int:
     """Returns the units that do not fit next to their offload buffer, or the least capacity.
 
-    The units that stay are the longest prefix of the order of preference that fits. A fixed order, without
-    filling gaps with smaller units, ensures that more capacity never onloads more bytes.
+    The units that stay are the longest prefix of the order of preference that fits, and each later unit that
+    fits besides: a large head that does not fit keeps no layer out.
     """
     fixed = sum(unit.nbytes for unit in units if unit.kind == "fixed")
 
-    def need(kept: int) -> int:
-        gone = {unit.name for unit in order[kept:]}
-        return (
-            fixed
-            + sum(unit.nbytes for unit in order[:kept])
-            + buffer_of([unit for unit in units if unit.name in gone])
-        )
+    def need(kept: Sequence[Unit]) -> int:
+        names = {unit.name for unit in kept}
+        gone = [unit for unit in units if unit.is_offloaded and unit.name not in names]
+        return fixed + sum(unit.nbytes for unit in kept) + buffer_of(gone)
 
     leaves = sorted((unit for unit in units if unit.kind == "other"), key=lambda unit: unit.nbytes)
     blocks = [unit for unit in units if unit.kind == "block"]
     order = [*leaves, *(_spread(blocks) if is_spread else blocks)]
     needs = []
-    for kept in range(len(order), -1, -1):
-        needs.append(need(kept))
+    for count in range(len(order), -1, -1):
+        needs.append(need(order[:count]))
         if needs[-1] <= capacity:
             break
     else:
         return min(needs)
-    start = _start_of_idle(order[:kept])
-    if any(unit.nbytes for unit in order[start:kept]):
-        kept = start
-    gone, room = {unit.name for unit in order[kept:]}, capacity - need(kept)
+    kept = _fill(order[:count], order[count:], lambda kept: need(kept) <= capacity)
+    staying, room = {unit.name for unit in kept}, capacity - need(kept)
     for kind in ("experts", "embedding"):
         for unit in units:
             if unit.kind == kind and unit.nbytes <= room:
                 room -= unit.nbytes
-            elif unit.kind == kind:
-                gone.add(unit.name)
-    return [unit for unit in units if unit.name in gone]
+                staying.add(unit.name)
+    return [unit for unit in units if unit.kind != "fixed" and unit.name not in staying]
+
+
+def _fill(kept: Sequence[Unit], others: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool]) -> list[Unit]:
+    """Returns the kept units and all others that fit besides, until none does."""
+    filled = [*kept]
+    start = _start_of_idle(filled)
+    if any(unit.nbytes for unit in filled[start:]):
+        del filled[start:]
+    waiting = [unit for unit in others if unit.unit_onloaded_nbytes]
+    while (found := next((unit for unit in waiting if fits([*filled, unit])), None)) is not None:
+        filled.append(found)
+        waiting.remove(found)
+    return filled
 
 
 def _spread(units: Sequence[Unit]) -> list[Unit]:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hfq.placement.budget import Budget, Shortage, Unit, find_budget, store_units, units_leaving
+from hfq.placement.budget import (
+    Budget,
+    Shortage,
+    Unit,
+    find_budget,
+    layer_buffer_nbytes,
+    store_units,
+    units_leaving,
+)
 
 __all__ = ["plan_accelerators"]
 
@@ -36,8 +44,9 @@ def plan_accelerators(
     since all of them onload side by side. The CPU stores what is offloaded, and disk the rest.
 
     The first layer of each part stays on its accelerator, so that a device map alone says where each unit
-    computes (`hfq.placement.device_map.execution_devices`). If no accelerator can keep a layer, the largest
-    one computes the whole model.
+    computes (`hfq.placement.device_map.execution_devices`). If the last accelerator is too small for the
+    head, or an accelerator would have room for an offloaded layer, other orders of the parts are tried. If no
+    accelerator can keep a layer, the largest one computes the whole model.
 
     Args:
         units: Units of the model, in the order in which they compute.
@@ -56,8 +65,13 @@ def plan_accelerators(
 
     def plan(limits: Mapping[str, int]) -> Budget | Shortage:
         parts = _Parts(_group(units), limits, expert_cache_nbytes, layer_nbytes, device_nbytes)
-        found = parts.resident(strategy) or parts.offloaded()
-        return parts.alone() if found is None else parts.store(found)
+        alone = parts.alone()
+        budgets = [parts.store(found) for found in parts.candidates(strategy)]
+        if not isinstance(alone, Shortage):
+            budgets.append(parts.store(alone))
+        elif not budgets:
+            return alone
+        return next((budget for budget in budgets if isinstance(budget, Budget)), budgets[0])
 
     first = next(device for device in capacities if device not in ("cpu", "disk"))
     blocks = sum(unit.kind == "block" for unit in units)
@@ -135,12 +149,61 @@ class _Parts:
             return math.inf
         return sum(unit.nbytes for unit in leaving if unit.kind != "embedding")
 
-    def resident(self, strategy: str) -> list[_Part] | None:
-        """Returns parts of which nothing is offloaded; None if there are none."""
-        devices = self.accelerators
+    def candidates(self, strategy: str) -> list[list[_Part]]:
+        """Returns the possible parts, the best first; empty if there are none.
+
+        Parts of which nothing is offloaded are best; then those that leave no accelerator room for an
+        offloaded layer; then those that offload the least on the accelerator that offloads the most.
+        """
+        orders = self._orders()
+        resident = next(filter(None, (self.resident(strategy, devices) for devices in orders)), None)
+        if resident is not None:
+            return [resident]
+        found: list[list[_Part]] = []
+        for devices in orders:
+            parts = self.offloaded(devices)
+            if parts is not None:
+                found.append(parts)
+                if not self._has_room(parts):
+                    break
+        return sorted(
+            found, key=lambda parts: (self._has_room(parts), max(map(self.offloaded_nbytes, parts)))
+        )
+
+    def _orders(self) -> list[list[str]]:
+        """Returns the orders of the accelerators that are tried: as given, then with each one as the last."""
+        given = self.accelerators
+        return [
+            given,
+            *([*given[:index], *given[index + 1 :], given[index]] for index in range(len(given) - 1)),
+        ]
+
+    def _has_room(self, parts: Sequence[_Part]) -> bool:
+        """Returns True if an accelerator has room for a unit that another one offloads."""
+        for device in self.accelerators:
+            part = next((part for part in parts if part.device == device), _Part(device, 0, 0))
+            room = self.capacities[device] - self._taken_nbytes(part)
+            for other in parts:
+                if other.device != device and any(
+                    unit.is_offloaded and unit.nbytes + self.layer_nbytes * (unit.kind == "block") <= room
+                    for unit in self.leaving(other)  # type: ignore[union-attr]
+                ):
+                    return True
+        return False
+
+    def _taken_nbytes(self, part: _Part) -> int:
+        """Returns the bytes of a part on its accelerator, including its offload buffer and expert cache."""
+        leaving: list[Unit] = self.leaving(part)  # type: ignore[assignment]
+        kept = sum(unit.nbytes for unit in self.units(part)) - sum(unit.nbytes for unit in leaving)
+        cache = self.cache if any(unit.kind == "experts" for unit in leaving) else 0
+        return self.extra(part) + kept + layer_buffer_nbytes(leaving) + cache
+
+    def resident(self, strategy: str, devices: Sequence[str]) -> list[_Part] | None:
+        """Returns parts, in this order, of which nothing is offloaded; None if there are none."""
         multiples = (math.inf,) if strategy == "sequential" else _EVEN
         total = sum(map(self._group_nbytes, self.groups))
-        for names in [devices[1:], devices] if strategy == "balanced_low_0" else [devices]:
+        first = self.accelerators[:1] if strategy == "balanced_low_0" else []
+        for names in [[name for name in devices if name not in first], devices] if first else [devices]:
             for multiple in multiples:
                 limits = [min(total, total / max(len(names), 1) * multiple)] * len(names)
                 found = self._divide(names, limits, self._held_nbytes)
@@ -155,9 +218,8 @@ class _Parts:
         nbytes = sum(unit.nbytes for unit in self.units(part)) + self.extra(part)
         return nbytes - self.device_nbytes if nbytes <= self.capacities[part.device] else math.inf
 
-    def offloaded(self) -> list[_Part] | None:
-        """Returns the parts of which as little as possible is offloaded; None if there are none."""
-        devices = self.accelerators
+    def offloaded(self, devices: Sequence[str]) -> list[_Part] | None:
+        """Returns the parts, in this order, of which as little as possible is offloaded; None if none."""
 
         def divide(limits: Sequence[float]) -> list[_Part] | None:
             return self._divide(devices, limits, self.offloaded_nbytes)
@@ -175,25 +237,35 @@ class _Parts:
         return divide(limits)
 
     def _divide(
-        self, devices: Sequence[str], limits: Sequence[float], cost: Callable[[_Part], float]
+        self, devices: Sequence[str], limits: Sequence[float], cost: Callable[[_Part], float], start: int = 0
     ) -> list[_Part] | None:
-        """Returns the longest possible parts, each of at most this cost; None if groups are left."""
-        parts, start = [], 0
-        for device, limit in zip(devices, limits, strict=True):
-            least, most = start, len(self.groups)
-            while least < most:
-                end = (least + most + 1) // 2
-                if cost(_Part(device, start, end)) <= limit:
-                    least = end
-                else:
-                    most = end - 1
-            if least > start:
-                parts.append(_Part(device, start, least))
-            start = least
-        return parts if start == len(self.groups) else None
+        """Returns possible parts, each of at most this cost; None if groups are left.
 
-    def alone(self) -> Budget | Shortage:
-        """Returns the budget of the largest accelerator alone, or why there is none."""
+        Each part is the longest one, or the longest after which another accelerator can begin: none can keep
+        a large head as its first unit.
+        """
+        if start == len(self.groups):
+            return []
+        if not devices:
+            return None
+
+        def fits(place: int, start: int, end: int) -> bool:
+            return cost(_Part(devices[place], start, end)) <= limits[place]
+
+        longest, most = start, len(self.groups)
+        while longest < most:
+            end = (longest + most + 1) // 2
+            longest, most = (end, most) if fits(0, start, end) else (longest, end - 1)
+        others = range(1, len(devices))
+        ends = (end for end in range(longest - 1, start, -1) if any(fits(i, end, end + 1) for i in others))
+        for end in dict.fromkeys((longest, next(ends, longest))):
+            rest = self._divide(devices[1:], limits[1:], cost, end)
+            if rest is not None:
+                return [_Part(devices[0], start, end), *rest] if end > start else rest
+        return None
+
+    def alone(self) -> list[_Part] | Shortage:
+        """Returns the whole model on the largest accelerator, or why that is not possible."""
         accelerators = (name for name in self.capacities if name not in ("cpu", "disk"))
         device = max(accelerators, key=lambda name: self.capacities[name])
         part = _Part(device, 0, len(self.groups))
@@ -201,7 +273,7 @@ class _Parts:
         if isinstance(leaving, int):
             what = "weights that cannot be offloaded, and the offload buffer"
             return Shortage(device, leaving, what, {device: leaving})
-        return self.store([part])
+        return [part]
 
     def store(self, parts: Sequence[_Part]) -> Budget | Shortage:
         """Returns the budget of these parts, or the device that is too small for it."""
