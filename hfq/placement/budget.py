@@ -156,7 +156,8 @@ def plan_devices(
     No device holds more than its limit. The execution device is filled first: modules outside decoder layers
     (smallest first), then decoder layers, then experts, then embeddings. An accelerator keeps layers that are
     spread evenly over the model; the CPU keeps the first ones. The rest goes to the CPU in the same order,
-    and then to disk. More memory never increases the bytes onloaded.
+    and then to disk. A unit that does not fit is passed over. If layers are equal, more memory never
+    increases the bytes onloaded.
 
     Args:
         units: Units of the model, in the order in which they compute.

@@ -6,8 +6,9 @@ Each accelerator computes one contiguous part of the model. Pure data.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,13 +66,20 @@ def plan_accelerators(
 
     def plan(limits: Mapping[str, int]) -> Budget | Shortage:
         parts = _Parts(_group(units), limits, expert_cache_nbytes, layer_nbytes, device_nbytes)
+        found: list[tuple[float, Budget]] = []
+        shortages: list[Shortage] = []
+        for candidate in parts.candidates(strategy):
+            budget = parts.store(candidate)
+            if isinstance(budget, Shortage):
+                shortages.append(budget)
+            elif not parts.has_room(candidate):
+                return budget
+            else:
+                found.append((max(map(parts.offloaded_nbytes, candidate)), budget))
+        if found:
+            return min(found, key=lambda pair: pair[0])[1]
         alone = parts.alone()
-        budgets = [parts.store(found) for found in parts.candidates(strategy)]
-        if not isinstance(alone, Shortage):
-            budgets.append(parts.store(alone))
-        elif not budgets:
-            return alone
-        return next((budget for budget in budgets if isinstance(budget, Budget)), budgets[0])
+        return shortages[0] if isinstance(alone, Shortage) and shortages else alone
 
     first = next(device for device in capacities if device not in ("cpu", "disk"))
     blocks = sum(unit.kind == "block" for unit in units)
@@ -149,40 +157,38 @@ class _Parts:
             return math.inf
         return sum(unit.nbytes for unit in leaving if unit.kind != "embedding")
 
-    def candidates(self, strategy: str) -> list[list[_Part]]:
-        """Returns the possible parts, the best first; empty if there are none.
+    def candidates(self, strategy: str) -> Iterator[list[_Part]]:
+        """Yields possible parts: of which nothing is offloaded, little on each accelerator, or all on one.
 
-        Parts of which nothing is offloaded are best; then those that leave no accelerator room for an
-        offloaded layer; then those that offload the least on the accelerator that offloads the most.
+        The CPU may be too small for the offload buffers of several.
         """
         orders = self._orders()
-        resident = next(filter(None, (self.resident(strategy, devices) for devices in orders)), None)
-        if resident is not None:
-            return [resident]
-        found: list[list[_Part]] = []
+        yield from filter(None, (self.resident(strategy, devices) for devices in orders))
+        yield from filter(None, map(self.offloaded, orders))
+        total = sum(map(self._group_nbytes, self.groups))
         for devices in orders:
-            parts = self.offloaded(devices)
-            if parts is not None:
-                found.append(parts)
-                if not self._has_room(parts):
-                    break
-        return sorted(
-            found, key=lambda parts: (self._has_room(parts), max(map(self.offloaded_nbytes, parts)))
-        )
+            for offloading in devices:
+                limits = [total if device == offloading else 0 for device in devices]
+                yield from filter(None, [self._divide(devices, limits, self.offloaded_nbytes)])
 
     def _orders(self) -> list[list[str]]:
-        """Returns the orders of the accelerators that are tried: as given, then with each one as the last."""
+        """Returns the orders of the accelerators that are tried, the given one first.
+
+        They are all orders of three accelerators, and those of more with another one as the last.
+        """
         given = self.accelerators
+        if len(given) <= 3:
+            return [list(order) for order in itertools.permutations(given)]
         return [
             given,
             *([*given[:index], *given[index + 1 :], given[index]] for index in range(len(given) - 1)),
         ]
 
-    def _has_room(self, parts: Sequence[_Part]) -> bool:
+    def has_room(self, parts: Sequence[_Part]) -> bool:
         """Returns True if an accelerator has room for a unit that another one offloads."""
+        taken = {part.device: self._taken_nbytes(part) for part in parts}
         for device in self.accelerators:
-            part = next((part for part in parts if part.device == device), _Part(device, 0, 0))
-            room = self.capacities[device] - self._taken_nbytes(part)
+            room = self.capacities[device] - taken.get(device, self.device_nbytes)
             for other in parts:
                 if other.device != device and any(
                     unit.is_offloaded and unit.nbytes + self.layer_nbytes * (unit.kind == "block") <= room
@@ -264,8 +270,8 @@ class _Parts:
                 return [_Part(devices[0], start, end), *rest] if end > start else rest
         return None
 
-    def alone(self) -> list[_Part] | Shortage:
-        """Returns the whole model on the largest accelerator, or why that is not possible."""
+    def alone(self) -> Budget | Shortage:
+        """Returns the budget of the largest accelerator alone, or why there is none."""
         accelerators = (name for name in self.capacities if name not in ("cpu", "disk"))
         device = max(accelerators, key=lambda name: self.capacities[name])
         part = _Part(device, 0, len(self.groups))
@@ -273,7 +279,7 @@ class _Parts:
         if isinstance(leaving, int):
             what = "weights that cannot be offloaded, and the offload buffer"
             return Shortage(device, leaving, what, {device: leaving})
-        return [part]
+        return self.store([part])
 
     def store(self, parts: Sequence[_Part]) -> Budget | Shortage:
         """Returns the budget of these parts, or the device that is too small for it."""

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 import hfq
 from hfq.cli.main import app
 from hfq.placement.budget import buffer_nbytes
-from tests.support.models import load
+from hfq.placement.device_map import covering_device
+from tests.support.models import GPTQ, load
 
 pytestmark = pytest.mark.accelerator
 TOKENS = torch.arange(8)[None]
@@ -117,3 +118,30 @@ def test_without_limits_a_model_fills_the_free_memory_of_accelerators(sim, check
     assert not {"cpu", "disk"} & set(model.hf_quantizer.loading.devices.values())
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("limits", "used"),
+    [
+        ({0: 600_000, 1: 600_000, 2: 600_000}, {"sim:0", "sim:1"}),
+        ({0: 700_000, 1: 700_000}, {"sim:0", "sim:1"}),
+        ({0: 600_000, 1: 524_288, "cpu": 1_000_000}, {"sim:0", "sim:1"}),
+        ({0: 790_000, 1: 480_000}, {"sim:0", "sim:1"}),  # sim:1 computes before sim:0, which holds the head
+        ({0: 600_000, "cpu": 1_000_000}, {"sim:0"}),
+    ],
+)
+def test_a_head_larger_than_all_layers_takes_no_layer_along(sim, limits, used):
+    with torch.no_grad():
+        expected = load(GPTQ, {"": "sim:0"})(TOKENS.to("sim:0")).logits.cpu()
+    gc.collect()
+    torch.accelerator.synchronize()
+    before = [sim.memory_allocated(index) for index in range(3)]
+    model = load(GPTQ, "auto", max_memory=limits)
+    loading = model.hf_quantizer.loading
+    layers = {name: device for name, device in loading.budget.devices.items() if ".layers." in name}
+    assert len(layers) == 4
+    assert set(layers.values()) <= {"sim:0", "sim:1"} if len(used) > 1 else {*layers.values()} == {"cpu"}
+    assert {*loading.executes.values()} == used
+    for name in loading.executes.keys() - model.all_tied_weights_keys.keys():
+        assert loading.executes[name] == covering_device(name, loading.budget.executes)
+    check(sim, model, expected, limits, before)

@@ -1,9 +1,13 @@
 """Tests of the placement over several accelerators: contiguous parts, none over its limit."""
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hfq.errors import PlacementError
-from hfq.placement.budget import Unit, layer_buffer_nbytes
+from hfq.placement.budget import Unit, layer_buffer_nbytes, plan_devices, units_leaving
 from hfq.placement.device_map import execution_devices
 from hfq.placement.multi_device import plan_accelerators
 
@@ -123,3 +127,122 @@ def test_a_unit_larger_than_an_even_part_does_not_put_all_on_one_accelerator():
     units = [*(Unit(f"h.{index}", 116, "block") for index in range(4)), Unit("lm_head", 786, "other")]
     budget = plan_accelerators(units, {f"xpu:{index}": 10_000 for index in range(3)})
     assert list(budget.devices.values()) == ["xpu:0"] * 4 + ["xpu:1"]
+
+
+def with_head(layer, count, head, embedding, is_halved=False):
+    """Returns the units of a model whose head may be stored in half of its bytes."""
+    layers = [Unit(f"layers.{i}", layer, "block") for i in range(count)]
+    ends = [Unit("norm", 1, "other"), Unit("head", head, "other", -(-head // 2) if is_halved else None)]
+    return [Unit("", 1, "fixed"), Unit("embed", embedding, "embedding"), *layers, *ends]
+
+
+@pytest.mark.parametrize(
+    ("units", "first", "second"),
+    [
+        (with_head(116, 4, 786, 40), 790, 700),  # the head fits on the first one alone
+        (with_head(116, 4, 786, 40), 850, 850),
+        (with_head(110, 32, 1050, 1050), 1758, 879),  # the second one is too small for the head's buffer
+        (with_head(55, 28, 788, 1), 1382, 691),
+        (with_head(116, 4, 786, 1, is_halved=True), 600, 600),  # it fits on none, but its buffer does
+        (with_head(116, 4, 786, 1, is_halved=True), 600, 524),
+        (with_head(430, 80, 2100, 2100), 6100, 3050),
+    ],
+)
+def test_a_head_larger_than_a_layer_leaves_no_accelerator_unused(units, first, second):
+    limits = {"cuda:0": first, "cuda:1": second, "cpu": 100_000}
+    budget = plan_accelerators(units, limits)
+    assert set(budget.executes.values()) == {"cuda:0", "cuda:1"}
+    assert not rooms(units, limits, budget.devices, budget.executes)
+
+
+def test_three_accelerators_too_small_for_the_head_keep_the_layers():
+    limits = {f"xpu:{index}": 600 for index in range(3)}
+    budget = plan_accelerators(with_head(116, 4, 786, 1), {**limits, "xpu:2": 800})
+    assert "disk" not in budget.devices.values()
+    budget = plan_accelerators(with_head(116, 4, 590, 1), limits)
+    assert "disk" not in budget.devices.values()
+
+
+def rooms(units, limits, devices, executes):
+    """Returns the accelerators with room for an offloaded layer or head, buffer and norm included."""
+    found = []
+    for device in limits:
+        own = [unit for unit in units if executes[unit.name] == device]
+        gone = [unit for unit in own if devices[unit.name] != device]
+        kept = sum(unit.nbytes for unit in own if unit not in gone)
+        for unit in units:
+            if device not in ("cpu", "disk") and unit.is_offloaded and devices[unit.name] in ("cpu", "disk"):
+                buffer = layer_buffer_nbytes([other for other in gone if other is not unit])
+                if kept + unit.nbytes + buffer + 1 <= limits[device]:
+                    found.append((device, unit.name))
+    return found
+
+
+def has_host_room(units, budget, limits):
+    """Returns True if the CPU has room for a unit on disk, offload buffer included."""
+    disk = [unit for unit in units if budget.devices[unit.name] == "disk"]
+    through = sum(nbytes for device, nbytes in budget.buffers.items() if device != "cpu")
+    for unit in disk:
+        is_read = any(other.is_offloaded for other in disk if other is not unit)
+        if budget.stored_nbytes.get("cpu", 0) + unit.nbytes + through * is_read <= limits["cpu"]:
+            return True
+    return False
+
+
+def divisions(units, limits):
+    """Yields the device map and the execution devices of every contiguous division that is possible."""
+    accelerators = [device for device in limits if device not in ("cpu", "disk")]
+    for count in range(1, len(accelerators) + 1):
+        for order in itertools.permutations(accelerators, count):
+            for cuts in itertools.combinations(range(1, len(units)), count - 1):
+                parts = [units[start:end] for start, end in itertools.pairwise([0, *cuts, len(units)])]
+                leaving = [
+                    units_leaving(part, limits[device], 0) for device, part in zip(order, parts, strict=True)
+                ]
+                firsts = [next((unit for unit in part if unit.is_offloaded), None) for part in parts]
+                if any(
+                    isinstance(gone, int) or first in gone
+                    for first, gone in zip(firsts, leaving, strict=True)
+                ):
+                    continue
+                executes = {
+                    unit.name: device for device, part in zip(order, parts, strict=True) for unit in part
+                }
+                yield executes | {unit.name: "disk" for gone in leaving for unit in gone}, executes
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.builds(
+        with_head,
+        st.integers(4, 30),
+        st.integers(1, 7),
+        st.integers(1, 150),
+        st.integers(1, 150),
+        st.booleans(),
+    ),
+    st.lists(st.floats(0.1, 0.9), min_size=1, max_size=3),
+    st.none() | st.floats(0, 2),
+)
+def test_no_device_has_room_for_a_unit_that_is_on_a_slower_one(units, shares, cpu):
+    total = sum(unit.nbytes for unit in units)
+    limits = {f"xpu:{index}": int(total * share) for index, share in enumerate(shares)}
+    host = {} if cpu is None else {"cpu": int(total * cpu)}
+    largest = max(limits, key=lambda device: limits[device])
+    try:
+        alone = plan_devices(units, {largest: limits[largest], **host}, largest)
+    except PlacementError:
+        alone = None
+    try:
+        budget = plan_accelerators(units, {**limits, **host})
+    except PlacementError:
+        assert alone is None
+        return
+    assert all(budget.taken(device) <= limit for device, limit in {**limits, **host}.items())
+    assert budget == plan_accelerators(units, {**limits, **host})
+    groups = {unit.name: [unit.name] for unit in units if unit.name}
+    computing = execution_devices(budget.devices, budget.main, groups.items())
+    assert computing == {name: budget.executes[name] for name in groups}
+    assert not (host and has_host_room(units, budget, host))
+    if rooms(units, limits, budget.devices, budget.executes) and cpu is None:
+        assert all(rooms(units, limits, *division) for division in divisions(units, limits))
