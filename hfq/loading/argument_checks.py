@@ -110,7 +110,8 @@ def _check_max_memory(max_memory: Any) -> None:
         if isinstance(key, int) and not 0 <= key < len(list_accelerators()):
             raise absent_accelerator(key, f"max_memory[{key!r}]")
         try:
-            is_size = convert_file_size_to_int(limit if isinstance(limit, str) else int(limit)) >= 0
+            nbytes = convert_file_size_to_int(limit if isinstance(limit, str) else int(limit))
+            is_size = nbytes >= 0 and not isinstance(limit, bool)
         except (TypeError, ValueError, OverflowError):
             is_size = False
         if not is_size:

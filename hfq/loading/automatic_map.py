@@ -12,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hfq.errors import PlacementError
+from hfq.loading.context import load_context
 from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.experts import QuantizedExperts
@@ -83,12 +85,23 @@ def plan_map(
     keys = {check_device(key): key for key in [*computing_devices(max_memory), "cpu", "disk"]}
     capacities = {device: int(max_memory[key]) for device, key in keys.items() if key in max_memory}
     units, main = gather_units(model, match, dtypes), next(iter(keys))
-    if len(computing_devices(max_memory)) > 1:
-        budget = plan_accelerators(
-            units, capacities, strategy=strategy, expert_cache_nbytes=expert_cache_nbytes or 0
-        )
-    else:
-        budget = plan_devices(units, capacities, main, expert_cache_nbytes or 0)
+    try:
+        if len(computing_devices(max_memory)) > 1:
+            budget = plan_accelerators(
+                units, capacities, strategy=strategy, expert_cache_nbytes=expert_cache_nbytes or 0
+            )
+        else:
+            budget = plan_devices(units, capacities, main, expert_cache_nbytes or 0)
+    except PlacementError as error:
+        if load_context().max_memory is not None:
+            raise
+        raise PlacementError(
+            "This machine has too little free memory for this model, even with full offloading. "
+            "Nothing was loaded.",
+            expected=error.expected,
+            found=f"{error.found}, the limit that hfq derives from the free memory",
+            fix="Free memory of the device" + ("." if main == "cpu" else ', or pass device_map="cpu".'),
+        ) from error
     if expert_cache_nbytes is None and budget.on_demand_nbytes:
         budget = budget.with_default_caches(units, context_nbytes(model))
     logger.info("hfq: placed by max_memory: %s", budget)

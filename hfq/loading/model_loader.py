@@ -165,7 +165,7 @@ class ModelLoader(LoadState):
         if self.config.execute_cpu_layers_on != "accelerator":
             moved = tuple(entry for entry in moved if entry.device != "cpu" or not entry.quantized)
         buffers = Plan(moved).buffers(self.gather_units(), self._read_ahead_nbytes())
-        check_room(self.plan.nbytes_by_device(), buffers)
+        check_room(self.plan.nbytes_by_device(), buffers, load_context().max_memory is not None)
 
     @contextmanager
     def without_offloaded(self) -> Iterator[None]:

@@ -78,12 +78,13 @@ def free_nbytes(device: str) -> int | None:
     return found[0] + max(kept, 0)
 
 
-def check_room(weights: Mapping[str, int], buffers: Mapping[str, int]) -> None:
+def check_room(weights: Mapping[str, int], buffers: Mapping[str, int], is_limited: bool = False) -> None:
     """Raises an error if accelerators have less free memory than a load needs.
 
     Args:
         weights: Bytes of weights by device.
         buffers: Least bytes of the offload buffer by device.
+        is_limited: True if the user's `max_memory` is why they are there.
 
     Raises:
         PlacementError: Names every accelerator that is too small, with its bytes.
@@ -97,11 +98,16 @@ def check_room(weights: Mapping[str, int], buffers: Mapping[str, int]) -> None:
         f"{device}: {needs[device][0]:,} B of weights and {needs[device][1]:,} B of offload buffer"
         for device in short
     ]
+    fix = 'Pass device_map="auto", move more modules to "cpu" or "disk", or free memory of the device.'
+    if is_limited:
+        limits = ", ".join(f"{device.partition(':')[2] or device}: {room}" for device, room in short.items())
+        fix = f"Pass at most max_memory={{{limits}}}, leave max_memory out, or free memory of the device."
     raise PlacementError(
-        "device_map places more on an accelerator than it has free. Nothing was loaded.",
+        f"{'max_memory' if is_limited else 'device_map'} places more on an accelerator than it has free. "
+        f"Nothing was loaded.",
         expected="; ".join(expected),
         found="; ".join(f"{device}: {room:,} B free" for device, room in short.items()),
-        fix='Pass device_map="auto", move more modules to "cpu" or "disk", or free memory of the device.',
+        fix=fix,
     )
 
 

@@ -272,7 +272,7 @@ def execution_devices(
                 tensor=unit,
                 expected="one accelerator, with cpu and disk",
                 found=", ".join(own),
-                fix=f'Pass {{"{unit}": "{own[0]}"}}.',
+                fix=f'Pass {{"{unit}": "{own[0]}"}}, and remove the longer keys, which begin with "{unit}.".',
             )
         current = own[0] if own else current
         found |= dict.fromkeys(names, current)

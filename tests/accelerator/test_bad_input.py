@@ -118,8 +118,33 @@ def test_automatic_limits_leave_room_for_the_buffer(sim, capacity):
         capacity(device, 400_000)
     error = refused("auto")
     assert re.search(r"at least [\d,]+ B on sim:0 .*offload buffer", error.expected)
+    assert "too little free memory" in error.message
+    assert error.found.startswith("360,000 B")
+    assert "max_memory" not in str(error)
+    load(GPTQ, "cpu")
     capacity(0, 700_000)
     load(GPTQ, "auto")
+
+
+def test_limits_above_the_free_bytes_are_named_with_them(sim, capacity):
+    capacity(0, 700_000)
+    error = refused("auto", max_memory={0: "100GB"})
+    assert "max_memory places more" in error.message
+    assert error.found == "sim:0: 700,000 B free"
+    assert "device_map" not in error.fix
+    limits = ast.literal_eval(re.search(r"max_memory=(\{.*?\})", error.fix)[1])
+    assert limits == {0: 700_000}
+    load(GPTQ, "auto", max_memory=limits)
+
+
+def test_limits_of_devices_that_are_there_warn_of_none(sim, caplog):
+    load(GPTQ, "auto", max_memory={0: 700_000, 1: 700_000})
+    assert not [record for record in caplog.records if "not available" in record.getMessage()]
+
+
+def test_a_divided_layer_is_refused_with_the_keys_to_remove(sim):
+    error = refused({"": "sim:0", LAYERS[1]: "sim:1", f"{LAYERS[1]}.mlp": "sim:0"})
+    assert f'remove the longer keys, which begin with "{LAYERS[1]}."' in error.fix
 
 
 @pytest.mark.parametrize("key", [3, 7, -1])
@@ -130,7 +155,7 @@ def test_a_limit_of_a_device_that_is_not_there_is_refused(sim, key):
     assert error.fix == 'Use "cpu" or "disk" or 0 or 1 or 2.'
 
 
-@pytest.mark.parametrize("limit", ["lots", "", "-1GB", None, float("nan")])
+@pytest.mark.parametrize("limit", ["lots", "", "-1GB", None, float("nan"), True])
 def test_a_limit_that_is_no_size_is_refused(sim, limit):
     error = refused("auto", max_memory={0: limit})
     assert "max_memory[0] is not a size" in error.message

@@ -40,9 +40,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -301,6 +302,25 @@ def _guard(owner: type) -> None:
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def _hiding_counts() -> Iterator[None]:
+    """A context manager for a load without accelerate's warnings of absent accelerators.
+
+    accelerate counts the accelerators of some kinds alone (`get_max_memory`, accelerate 1.15), and
+    `check_arguments` refuses absent ones.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "is not available, available devices are" not in record.getMessage()
+
+    logger = logging.getLogger("accelerate.utils.modeling")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load with hfq: checks first, no other load at the same time, one kind of error."""
     check_arguments(kwargs)
@@ -326,7 +346,8 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.recipe is not None else checkpoint
     try:
         cache = filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory)
-        with context, _one_load, cache, refusing_custom_code(path), naming_accelerators(path):
+        named = naming_accelerators(path)
+        with context, _one_load, cache, refusing_custom_code(path), named, _hiding_counts():
             _renew_thread_pool()
             return load(path)
     except HfqError:
