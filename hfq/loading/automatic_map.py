@@ -93,7 +93,8 @@ def plan_map(
         else:
             budget = plan_devices(units, capacities, main, expert_cache_nbytes or 0)
     except PlacementError as error:
-        if load_context().max_memory is not None:
+        context = load_context()
+        if not context.is_active or context.max_memory is not None:
             raise
         raise PlacementError(
             "This machine has too little free memory for this model, even with full offloading. "

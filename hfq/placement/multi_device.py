@@ -47,7 +47,8 @@ def plan_accelerators(
     The first layer of each part stays on its accelerator, so that a device map alone says where each unit
     computes (`hfq.placement.device_map.execution_devices`). If the last accelerator is too small for the
     head, or an accelerator would have room for an offloaded layer, other orders of the parts are tried. If no
-    accelerator can keep a layer, the largest one computes the whole model.
+    parts are possible, such as on accelerators with room for fewer than three layers, the largest one
+    computes the whole model, and the others hold nothing.
 
     Args:
         units: Units of the model, in the order in which they compute.
@@ -158,7 +159,7 @@ class _Parts:
         return sum(unit.nbytes for unit in leaving if unit.kind != "embedding")
 
     def candidates(self, strategy: str) -> Iterator[list[_Part]]:
-        """Yields possible parts: of which nothing is offloaded, little on each accelerator, or all on one.
+        """Yields possible parts: nothing offloaded, little on each accelerator, or all on one.
 
         The CPU may be too small for the offload buffers of several.
         """
@@ -198,7 +199,7 @@ class _Parts:
         return False
 
     def _taken_nbytes(self, part: _Part) -> int:
-        """Returns the bytes of a part on its accelerator, including its offload buffer and expert cache."""
+        """Returns the bytes of a part on its accelerator, with its buffer and expert cache."""
         leaving: list[Unit] = self.leaving(part)  # type: ignore[assignment]
         kept = sum(unit.nbytes for unit in self.units(part)) - sum(unit.nbytes for unit in leaving)
         cache = self.cache if any(unit.kind == "experts" for unit in leaving) else 0
@@ -225,7 +226,7 @@ class _Parts:
         return nbytes - self.device_nbytes if nbytes <= self.capacities[part.device] else math.inf
 
     def offloaded(self, devices: Sequence[str]) -> list[_Part] | None:
-        """Returns the parts, in this order, of which as little as possible is offloaded; None if none."""
+        """Returns the parts, in this order, that offload the least; None if there are none."""
 
         def divide(limits: Sequence[float]) -> list[_Part] | None:
             return self._divide(devices, limits, self.offloaded_nbytes)
