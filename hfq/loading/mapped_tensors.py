@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfq.checkpoint import Reader
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.loading.state import LoadState
 
-__all__ = ["MappedTensors"]
+__all__ = ["MappedTensors", "settle_mapped"]
 
 
 class MappedTensors:
@@ -49,3 +51,35 @@ class MappedTensors:
         """
         if self._reader is not None and not torch.compiler.is_compiling():
             self._reader.check_unchanged(self._files)
+
+
+def settle_mapped(loading: LoadState, hidden: Collection[str]) -> MappedTensors:
+    """Copies mapped tensors into memory if the config asks for it; otherwise checks their files.
+
+    transformers maps every unquantized tensor on the CPU whose dtype it does not change.
+
+    Args:
+        loading: The load.
+        hidden: Names of the tensors that transformers does not load.
+
+    Returns:
+        The tensors that stay mapped.
+    """
+    reads = (read for read in loading.read_plan.reads if read.how == "mapped" and read.name)
+    mapped = [
+        (tensor, info.range.file)
+        for module in (loading.quantized[read.name] for read in reads)
+        for tensor, info in zip(module.parameters(recurse=False), module.infos.values(), strict=True)
+    ]
+    for name, info in loading.match.unquantized.items():
+        tensor = None if name in hidden else loading.model.get_parameter_or_buffer(name)
+        if tensor is None or tensor.device.type != "cpu" or tensor.dtype != torch_dtype(info.dtype):
+            continue
+        if loading.config.cpu_memory in ("private", "shared"):
+            tensor.data = tensor.data.clone()
+        else:
+            mapped.append((tensor, info.range.file))
+    tensors = MappedTensors(loading.reader, mapped)
+    if mapped:
+        loading.model.register_forward_pre_hook(tensors.check)
+    return tensors

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import gather_units, places_of_tied, plan_map
 from hfq.loading.config import HfqConfig
@@ -29,7 +28,7 @@ from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context, remember_plan
 from hfq.loading.dequantize import dequantize_model
 from hfq.loading.kv_layers import context_nbytes
-from hfq.loading.mapped_tensors import MappedTensors
+from hfq.loading.mapped_tensors import MappedTensors, settle_mapped
 from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
 from hfq.loading.matching.replace_modules import replace_modules
@@ -55,6 +54,7 @@ from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.expert_cache import default_limits
+from hfq.offload.guards import InputMover, check_parts
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.stored_layers import use_stored
 from hfq.placement.accelerators import check_room
@@ -287,6 +287,8 @@ class ModelLoader(LoadState):
 
     def _complete_model(self) -> None:
         """Attaches the offloader to modules whose weights are offloaded."""
+        if len({*self.devices.values()}) > 1 and self.main != "cpu":
+            check_parts(self.model, self._unit_devices)
         moving = self._moving()
         staying = self._staying(moving)
         experts = {name for name in moving if self.match.quantized[name].target.kind == "expert"}
@@ -318,7 +320,9 @@ class ModelLoader(LoadState):
         self._execute_on_cpu(staying)
         if self.offloader is not None or staying:
             report_device(self.model, torch.device(self.main))
-        self._settle_mapped()
+        if self.main != "cpu" and self.offloader is None:
+            self.model.register_forward_pre_hook(InputMover(self.reader).move, with_kwargs=True)
+        self.mapped = settle_mapped(self, self._hidden)
 
     def _execute_on_cpu(self, layers: Mapping[str, QuantizedLinear]) -> None:
         """Lets layers in CPU memory compute there, routed experts next to the accelerator."""
@@ -331,29 +335,6 @@ class ModelLoader(LoadState):
             if isinstance(experts, QuantizedExperts) and "." in name:
                 experts.is_late = True
                 self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(await_outputs)
-
-    def _settle_mapped(self) -> None:
-        """Copies mapped tensors into memory if the config asks for it; otherwise checks their files.
-
-        transformers maps every unquantized tensor on the CPU whose dtype it does not change.
-        """
-        reads = (read for read in self.read_plan.reads if read.how == "mapped" and read.name)
-        mapped = [
-            (tensor, info.range.file)
-            for module in (self.quantized[read.name] for read in reads)
-            for tensor, info in zip(module.parameters(recurse=False), module.infos.values(), strict=True)
-        ]
-        for name, info in self.match.unquantized.items():
-            tensor = None if name in self._hidden else self.model.get_parameter_or_buffer(name)
-            if tensor is None or tensor.device.type != "cpu" or tensor.dtype != torch_dtype(info.dtype):
-                continue
-            if self.config.cpu_memory in ("private", "shared"):
-                tensor.data = tensor.data.clone()
-            else:
-                mapped.append((tensor, info.range.file))
-        self.mapped = MappedTensors(self.reader, mapped)
-        if mapped:
-            self.model.register_forward_pre_hook(self.mapped.check)
 
     def _log_summary(self) -> None:
         log_summary(self, self.load_seconds or 0.0)

@@ -202,8 +202,8 @@ def no_copy(name: str) -> SetupError:
     )
 
 
-def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
-    """Raises an error if an offloaded weight is moved to another device.
+def check_stays(name: str, device: torch.device, asked: torch.device, reason: str = "is offloaded") -> None:
+    """Raises an error if a weight that must stay, such as an offloaded one, is moved to another device.
 
     Raises:
         PlacementError: Another device is asked for.
@@ -212,7 +212,7 @@ def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
         asked.index is not None and device.index is not None and asked.index != device.index
     ):
         raise PlacementError(
-            f"{name} is offloaded and cannot be moved.",
+            f"{name} {reason} and cannot be moved.",
             expected=str(device),
             found=str(asked),
             fix="Load the model with a device_map that names the new device.",

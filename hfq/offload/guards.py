@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from hfq.checkpoint import Reader
 from hfq.errors import HfqError, PlacementError
 from hfq.modules.graph_capture import check_not_captured, is_captured
 from hfq.modules.offloaded_parameter import check_stays
+from hfq.placement.device_map import ancestors
 
-__all__ = ["check_inputs", "check_moves", "in_unit", "own_outputs", "send_to"]
+__all__ = ["InputMover", "check_inputs", "check_moves", "check_parts", "in_unit", "own_outputs", "send_to"]
 
 
 def check_inputs(name: str, inputs: Sequence[object]) -> None:
@@ -38,22 +40,63 @@ def check_inputs(name: str, inputs: Sequence[object]) -> None:
         )
 
 
-def check_moves(root: nn.Module, offloaded: Mapping[torch.device, str]) -> None:
-    """Makes a move of a whole model fail before any part of it has moved.
+def check_moves(module: nn.Module, places: Mapping[torch.device, str], reason: str = "is offloaded") -> None:
+    """Makes a move of a module fail before any part of it has moved.
 
     Args:
-        root: The model.
-        offloaded: The name of an offloaded part of each execution device.
+        module: The model, or a part of it.
+        places: The name of a part on each device that it must stay on.
+        reason: Why it must stay, for the message.
     """
-    apply = root._apply
+    # a partial object, since a copied model must move itself
+    module._apply = functools.partial(  # type: ignore[method-assign]
+        _apply_in_place, module._apply, places, reason
+    )
 
-    @functools.wraps(apply)
-    def moved(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for device, name in offloaded.items():
-            check_stays(name, device, fn(torch.empty(0, device=device)).device)
-        return apply(fn, recurse)
 
-    root._apply = moved  # type: ignore[method-assign]
+def check_parts(model: nn.Module, devices: Mapping[str, str]) -> None:
+    """Makes moves of a model on several devices fail, and those of its parts.
+
+    Args:
+        model: The model.
+        devices: Execution device of each unit, by its name.
+    """
+    parts: dict[str, dict[torch.device, str]] = {}
+    for name, device in devices.items():
+        for path in ("", *ancestors(name), name):
+            parts.setdefault(path, {}).setdefault(torch.device(device), name)
+    for path, places in parts.items():
+        check_moves(model.get_submodule(path), places, "is a part of a model on several devices")
+
+
+def _apply_in_place(
+    apply: Callable[..., nn.Module],
+    places: Mapping[torch.device, str],
+    reason: str,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    for device, name in places.items():
+        check_stays(name, device, fn(torch.empty(0, device=device)).device, reason)
+    return apply(fn, recurse)
+
+
+class InputMover:
+    """Moves the inputs of a model without an offloader to its device; outputs stay where they are computed.
+
+    torch pickles hooks before modules. So a pickle ends with the error of the reader, and not at a hook of
+    accelerate, which cannot be pickled.
+
+    Args:
+        reader: Reads the checkpoint of the model.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def move(self, model: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the inputs on the device of the model, wherever it was moved; a forward pre-hook."""
+        return send_to(args, model.device), send_to(kwargs, model.device)
 
 
 def send_to(inputs: Any, device: torch.device) -> Any:

@@ -1,9 +1,11 @@
 """Tests that moves and casts of a model on accelerators leave it right, or raise and leave it as it was."""
 
+import pickle
+
 import pytest
 import torch
 
-from hfq.errors import PlacementError
+from hfq.errors import PlacementError, SetupError
 from tests.support.accelerator_maps import LAYERS, MIXED
 from tests.support.models import GPTQ, load
 
@@ -43,6 +45,25 @@ def test_a_model_with_offloaded_parts_stays_whole(sim, expected, placement, devi
             model.to(device)
     assert {name: str(parameter.device) for name, parameter in model.named_parameters()} == before
     assert torch.equal(logits(model), expected[torch.float32])
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:1", "sim:2"])
+def test_a_model_on_two_accelerators_stays_whole(sim, expected, device):
+    model = load(GPTQ, {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"})
+    before = {name: str(parameter.device) for name, parameter in model.named_parameters()}
+    for part in (model, model.get_submodule(LAYERS[2])):
+        if part is not model and device == "sim:1":
+            continue
+        with pytest.raises(PlacementError, match="is a part of a model on several devices"):
+            part.to(device)
+    assert {name: str(parameter.device) for name, parameter in model.named_parameters()} == before
+    assert torch.equal(logits(model), expected[torch.float32])
+
+
+def test_a_model_on_accelerators_is_not_pickled(sim):
+    for device_map in ({"": "sim:0"}, {"": "sim:0", LAYERS[3]: "sim:1"}):
+        with pytest.raises(SetupError):
+            pickle.dumps(load(GPTQ, device_map))
 
 
 def test_the_parts_in_memory_do_not_move_without_those_on_disk(sim):
