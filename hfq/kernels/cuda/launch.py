@@ -39,8 +39,11 @@ _PREPARED_AT_ONCE = 256
 _PLAIN = Layout("integers", 8)
 """The layout of activations in the order of the input."""
 
-_EXPONENT = 40
+_EXPONENT = 64
 """Activations of `few` are multiplied by two to this power if the codec's values lack an exponent."""
+
+
+Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Launch:
         self.kernel, self.constants, self.compiled = kernel, constants, None
         self.options = {} if is_interpreted() else {"num_warps": blocks.warps, "num_stages": blocks.stages}
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
         if self.compiled is None:
             self.compiled = self.kernel[grid](*arguments, *self.constants, **self.options)
         else:
@@ -114,6 +117,8 @@ class Product:
         self._steps = -(-steps // splits)
         self._splits = -(-steps // self._steps)
         self._grid = (tiles, self._splits, 1)
+        is_even = self._step * self._steps * self._splits == self._units and outputs % blocks.outputs == 0
+        self._layer = dataclasses.replace(layer, layout=dataclasses.replace(layout, is_even=is_even))
         self._multiply = Launch(*self._kernel(blocks), blocks)
         prepared = layer if not self._is_across else dataclasses.replace(layer, layout=_PLAIN)
         self._prepare_constants = (
@@ -131,6 +136,11 @@ class Product:
 
     def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiplies rows [count, in_features], whose last stride is 1, into out [count, out_features]."""
+        for launch, grid, arguments in self.launches(rows, out):
+            launch(grid, *arguments)
+
+    def launches(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[tuple[Launch, Grid, tuple], ...]:
+        """Returns the kernels of a product in their order, with their grids and arguments."""
         layer, device, size = self._layer, rows.device, self.size
         values = thread_buffer(
             "triton values", self._values_dtype, device, size * self._positions * self._units
@@ -146,18 +156,21 @@ class Product:
         columns = layer.columns if layer.columns is not None else values
         grid = (-(-size // 4), -(-self._units // _PREPARED_AT_ONCE), 1)
         count, in_features = rows.shape
-        prepare(grid, rows, columns, values, sums, count, in_features, self._units, rows.stride(0))
+        prepared = rows, columns, values, sums, count, in_features, self._units, rows.stride(0)
         first = (values, sums) if not (self._is_across or self.uses_dot) else (values,)
         bias = self._bias if self._bias is not None else values
         before, after = self._rest
-        self._multiply(self._grid, *first, *before, bias, out, parts, counters, count, *after)
+        multiplied = *first, *before, bias, out, parts, counters, count, *after
+        return (prepare, grid, prepared), (self._multiply, self._grid, multiplied)
 
     def _blocks(self) -> Blocks:
         """Returns the tile sizes. Those of the input decide the bits of the result, and are not tuned."""
         layout = self._layer.layout
         if self._is_across:
             units = _common(layout.span, self._layer.in_features, 32)
-            return Blocks(units, max(64 // layout.positions, 16) if self.uses_dot else 16)
+            if self.uses_dot:
+                return Blocks(units, max(64 // layout.positions, 16))
+            return Blocks(32, 16)
         if layout.loading not in ("runs", "quads") or layout.positions < 4:
             return Blocks(64, 32)
         if self.uses_dot:

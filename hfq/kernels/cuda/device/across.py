@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hfq.kernels.cuda.device.along import added, emit, is_last, rounded, weight_of, write_few
-from hfq.kernels.cuda.device.elements import load_word, placed, scale_of, zero_of
+from hfq.kernels.cuda.device.elements import fetch, load_word, placed, scale_of, zero_of
 
 __all__ = ["few_across", "some_across"]
 
@@ -30,33 +30,43 @@ def codes_of(words, p, LAYOUT: tl.constexpr):
 def output_of(j, p, out_features, LAYOUT: tl.constexpr):
     """Returns the output of code p of words j."""
     if LAYOUT.slabs > 1:
-        return p * (out_features // LAYOUT.positions) + j
-    return j * LAYOUT.positions + p
+        n = p * (out_features // LAYOUT.positions) + j
+    else:
+        n = j * LAYOUT.positions + p
+    return n
 
 
 @triton.jit
 def place_of(p, LAYOUT: tl.constexpr):
     """Returns the position in a word of the code of output p of the word."""
-    if LAYOUT.slabs > 1:
-        return LAYOUT.positions - 1 - p if LAYOUT.place == "high_first" else p
-    return placed(p, LAYOUT.place)
+    PLACE: tl.constexpr = LAYOUT.place
+    if LAYOUT.slabs == 1:
+        place = placed(p, PLACE)
+    elif PLACE == "high_first":
+        place = LAYOUT.positions - 1 - p
+    else:
+        place = p
+    return place
 
 
 @triton.jit
-def row_of(words, p, x, row, k, in_features, LAYOUT: tl.constexpr):
-    """Returns the products of one row by a tile, and the sum of its activations."""
-    value = tl.load(x + row * in_features + k, mask=k < in_features, other=0.0)
-    return codes_of(words, p, LAYOUT) * value[:, None, None], tl.sum(value, 0)
+def row_of(value, x, row, k, in_features, LAYOUT: tl.constexpr):
+    """Returns the products of one row by the values of a tile, and the sum of its activations."""
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
+    factor = fetch(x + row * in_features + k, k < in_features, IS_EVEN)
+    return value * factor[:, None, None], tl.sum(factor, 0)
 
 
 @triton.jit
 def scaled(total, channels, scale, zero, LAYOUT: tl.constexpr):
     """Returns the sums of a group, and what is added to them once for all channels."""
     if LAYOUT.zero == "none":
-        return total * scale[None], tl.zeros_like(scale)
-    if LAYOUT.zero_sign == 0:
-        return total * scale[None], -zero * scale * channels
-    return total * scale[None], LAYOUT.zero_sign * zero * channels
+        constant = tl.zeros_like(scale)
+    elif LAYOUT.zero_sign == 0:
+        constant = -zero * scale * channels
+    else:
+        constant = LAYOUT.zero_sign * zero * channels
+    return total * scale[None], constant
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,6 +106,7 @@ def few_across(
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
     POSITIONS: tl.constexpr = LAYOUT.positions
     j = tile * BLOCK_J + tl.arange(0, BLOCK_J)
     p = tl.arange(0, POSITIONS)
@@ -120,23 +131,24 @@ def few_across(
         sum1 = 0.0
         sum2 = 0.0
         sum3 = 0.0
-        for number in tl.static_range(TILES):
+        for number in range(TILES):
             k = first + number * BLOCK_K + tl.arange(0, BLOCK_K)
             mask = (k < in_features)[:, None] & (j * POSITIONS < out_features)[None, :]
             places = codes + k[:, None].to(tl.int64) * code_other + j[None, :].to(tl.int64) * code_word
-            words = load_word(places, mask)
-            product, channels = row_of(words, shifts, x, 0, k, in_features, LAYOUT)
+            words = load_word(places, mask, IS_EVEN)
+            value = codes_of(words, shifts, LAYOUT)
+            product, channels = row_of(value, x, 0, k, in_features, LAYOUT)
             group0 += product
             sum0 += channels
             if ROWS > 1:
-                product, channels = row_of(words, shifts, x, 1, k, in_features, LAYOUT)
+                product, channels = row_of(value, x, 1, k, in_features, LAYOUT)
                 group1 += product
                 sum1 += channels
             if ROWS > 2:
-                product, channels = row_of(words, shifts, x, 2, k, in_features, LAYOUT)
+                product, channels = row_of(value, x, 2, k, in_features, LAYOUT)
                 group2 += product
                 sum2 += channels
-                product, channels = row_of(words, shifts, x, 3, k, in_features, LAYOUT)
+                product, channels = row_of(value, x, 3, k, in_features, LAYOUT)
                 group3 += product
                 sum3 += channels
         mask = inside & (first < in_features)
@@ -220,6 +232,7 @@ def some_across(
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
     POSITIONS: tl.constexpr = LAYOUT.positions
     j = tile * BLOCK_J + tl.arange(0, BLOCK_J)
     p = tl.arange(0, POSITIONS)
@@ -233,7 +246,7 @@ def some_across(
         k = first + tl.arange(0, BLOCK_K)
         mask = (k < in_features)[:, None] & (j * POSITIONS < out_features)[None, :]
         places = codes + k[:, None].to(tl.int64) * code_other + j[None, :].to(tl.int64) * code_word
-        words = load_word(places, mask)
+        words = load_word(places, mask, IS_EVEN)
         group = first // LAYOUT.span
         is_group = inside & (first < in_features)
         scale = scale_of(scales, scales, scales, 0.0, factor, n, group, scale_n, scale_g, is_group, LAYOUT)
@@ -242,9 +255,7 @@ def some_across(
             zero = zero_of(zeros, n, group, zero_word, zero_other, is_group, LAYOUT)
         weight = weight_of(codes_of(words, shifts, LAYOUT), scale[None], zero[None], LAYOUT, 1.0)
         weight = tl.reshape(weight, (BLOCK_K, BLOCK_J * POSITIONS))
-        values = tl.load(
-            x + m[:, None] * in_features + k[None, :], mask=(k < in_features)[None, :], other=0.0
-        )
+        values = fetch(x + m[:, None] * in_features + k[None, :], (k < in_features)[None, :], IS_EVEN)
         total = tl.dot(values, rounded(weight, DTYPE, DOT), total, input_precision="ieee")
     n = tl.reshape(n, (BLOCK_J * POSITIONS,))
     inside = tl.reshape(inside, (BLOCK_J * POSITIONS,))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hfq.kernels.cuda.device.elements import channel_of, element, group_of, scale_of, unit, zero_of
+from hfq.kernels.cuda.device.elements import channel_of, element, fetch, group_of, scale_of, unit, zero_of
 
 __all__ = ["few", "prepare", "some"]
 
@@ -24,8 +24,10 @@ def rounded(values, DTYPE: tl.constexpr, DOT: tl.constexpr):
     if DTYPE == tl.bfloat16 and DOT == tl.float32:  # noqa: SIM300
         bits = values.to(tl.int32, bitcast=True)
         found = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-        return tl.where(values == values, found, values)
-    return values.to(DTYPE).to(DOT)
+        result = tl.where(values == values, found, values)
+    else:
+        result = values.to(DTYPE).to(DOT)
+    return result
 
 
 @triton.jit(do_not_specialize=["rows", "x_stride"])
@@ -72,7 +74,8 @@ def prepare(
     w = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     total = tl.zeros((BLOCK_M, BLOCK), dtype=tl.float32)
     inside = (w < units) & (m >= 0)
-    for p in tl.static_range(LAYOUT.positions):
+    POSITIONS: tl.constexpr = LAYOUT.positions
+    for p in tl.static_range(POSITIONS):
         k = channel_of(w, p, LAYOUT)
         mask = inside & (k < in_features) & (m < rows)
         value = tl.load(x + m * x_stride + k, mask=mask, other=0.0).to(tl.float32)
@@ -91,9 +94,11 @@ def prepare(
 def loaded(codes, n, w, in_features, code_word, code_other, slab, mask, LAYOUT: tl.constexpr):
     """Loads the words of units, or single codes if the layer has no units of whole words."""
     if LAYOUT.loading == "runs" or (LAYOUT.loading == "quads" and LAYOUT.positions == 8):
-        return unit(codes, n, w, code_word, code_other, mask, LAYOUT)
-    wide = n.to(tl.int64), w.to(tl.int64)
-    return (element(codes, wide[0], wide[1], in_features, code_word, code_other, slab, mask, LAYOUT),)
+        words = unit(codes, n, w, code_word, code_other, mask, LAYOUT)
+    else:
+        wide_n, wide_w = n.to(tl.int64), w.to(tl.int64)
+        words = (element(codes, wide_n, wide_w, in_features, code_word, code_other, slab, mask, LAYOUT),)
+    return words
 
 
 @triton.jit
@@ -168,44 +173,51 @@ def write_few(
             emit(results[row], place, n, inside & (row < rows), out, bias, shared, LAYOUT, HAS_BIAS, DTYPE)
         else:
             tl.store(parts + split * ROWS * out_features + place, results[row], mask=inside)
-    if SPLITS == 1:
-        return
-    if is_last(counters, tile, SPLITS):
+    if SPLITS > 1:
+        is_end = is_last(counters, tile, SPLITS)
         for row in tl.static_range(ROWS):
-            mask = inside & (row < rows)
+            mask = inside & (row < rows) & is_end
             place = row * out_features + n
             result = added(parts, place, ROWS * out_features, mask, results[0], SPLITS)
             emit(result, place, n, mask, out, bias, shared, LAYOUT, HAS_BIAS, DTYPE)
 
 
 @triton.jit
-def product_of_row(
-    words,
-    table,
-    x,
-    sums,
-    row,
-    w,
-    units,
-    scale,
-    zero,
-    DECODE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    RESCALE: tl.constexpr,
+def products_of(
+    words, table, x, w, units, like, DECODE: tl.constexpr, LAYOUT: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Returns the products of one row by the units of a tile, [units, outputs]."""
-    total = tl.zeros_like(scale)
-    for p in tl.static_range(LAYOUT.positions):
-        value = tl.load(x + (row * LAYOUT.positions + p) * units + w, mask=w < units, other=0.0)
-        total += DECODE(words, table, p, LAYOUT) * value[:, None]
-    if RESCALE != 1.0:
-        total = total * RESCALE
+    """Returns the products of up to four rows by the units of a tile, [units, outputs] each."""
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
+    POSITIONS: tl.constexpr = LAYOUT.positions
+    total0 = tl.zeros_like(like)
+    total1 = total0
+    total2 = total0
+    total3 = total0
+    inside = w < units
+    for p in tl.static_range(POSITIONS):
+        value = DECODE(words, table, p, LAYOUT)
+        total0 += value * fetch(x + p * units + w, inside, IS_EVEN)[:, None]
+        if ROWS > 1:
+            total1 += value * fetch(x + (POSITIONS + p) * units + w, inside, IS_EVEN)[:, None]
+        if ROWS > 2:
+            total2 += value * fetch(x + (2 * POSITIONS + p) * units + w, inside, IS_EVEN)[:, None]
+            total3 += value * fetch(x + (3 * POSITIONS + p) * units + w, inside, IS_EVEN)[:, None]
+    return total0, total1, total2, total3
+
+
+@triton.jit
+def scaled_units(total, sums, row, w, units, scale, zero, LAYOUT: tl.constexpr):
+    """Returns the products of one row with scales and zero points applied."""
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
     if LAYOUT.zero == "none":
-        return total * scale
-    channels = tl.load(sums + row * units + w, mask=w < units, other=0.0)[:, None]
-    if LAYOUT.zero_sign == 0:
-        return (total - zero * channels) * scale
-    return total * scale + LAYOUT.zero_sign * zero * channels
+        product = total * scale
+    else:
+        channels = fetch(sums + row * units + w, w < units, IS_EVEN)[:, None]
+        if LAYOUT.zero_sign == 0:
+            product = (total - zero * channels) * scale
+        else:
+            product = total * scale + LAYOUT.zero_sign * zero * channels
+    return product
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -282,19 +294,20 @@ def few(
         zero = scale
         if LAYOUT.zero != "none":
             zero = zero_of(zeros, at_n, group, zero_word, zero_other, mask, LAYOUT)
-        total0 += product_of_row(words, table, x, sums, 0, w, units, scale, zero, DECODE, LAYOUT, RESCALE)
+        parts0, parts1, parts2, parts3 = products_of(words, table, x, w, units, scale, DECODE, LAYOUT, ROWS)
+        total0 += scaled_units(parts0, sums, 0, w, units, scale, zero, LAYOUT)
         if ROWS > 1:
-            total1 += product_of_row(words, table, x, sums, 1, w, units, scale, zero, DECODE, LAYOUT, RESCALE)
+            total1 += scaled_units(parts1, sums, 1, w, units, scale, zero, LAYOUT)
         if ROWS > 2:
-            total2 += product_of_row(words, table, x, sums, 2, w, units, scale, zero, DECODE, LAYOUT, RESCALE)
-            total3 += product_of_row(words, table, x, sums, 3, w, units, scale, zero, DECODE, LAYOUT, RESCALE)
+            total2 += scaled_units(parts2, sums, 2, w, units, scale, zero, LAYOUT)
+            total3 += scaled_units(parts3, sums, 3, w, units, scale, zero, LAYOUT)
     spoiled = tl.max(bad, 0) != 0
     write_few(
         (
-            tl.where(spoiled, float("nan"), tl.sum(total0, 0)),
-            tl.where(spoiled, float("nan"), tl.sum(total1, 0)),
-            tl.where(spoiled, float("nan"), tl.sum(total2, 0)),
-            tl.where(spoiled, float("nan"), tl.sum(total3, 0)),
+            tl.where(spoiled, float("nan"), tl.sum(total0, 0) * RESCALE),
+            tl.where(spoiled, float("nan"), tl.sum(total1, 0) * RESCALE),
+            tl.where(spoiled, float("nan"), tl.sum(total2, 0) * RESCALE),
+            tl.where(spoiled, float("nan"), tl.sum(total3, 0) * RESCALE),
         ),
         n,
         n < out_features,
@@ -384,10 +397,12 @@ def some(
         zero = scale
         if LAYOUT.zero != "none":
             zero = zero_of(zeros, at_n, group, zero_word, zero_other, mask, LAYOUT)
-        for p in tl.static_range(LAYOUT.positions):
+        IS_EVEN: tl.constexpr = LAYOUT.is_even
+        POSITIONS: tl.constexpr = LAYOUT.positions
+        for p in tl.static_range(POSITIONS):
             weight = weight_of(DECODE(words, table, p, LAYOUT), scale, zero, LAYOUT, RESCALE)
-            place = (m[:, None] * LAYOUT.positions + p) * units + w[None, :]
-            values = tl.load(x + place, mask=w[None, :] < units, other=0.0)
+            place = (m[:, None] * POSITIONS + p) * units + w[None, :]
+            values = fetch(x + place, w[None, :] < units, IS_EVEN)
             total = tl.dot(values, rounded(weight, DTYPE, DOT), total, input_precision="ieee")
     total = tl.where((tl.max(bad, 0) != 0)[None, :], float("nan"), total)
     place = m[:, None] * out_features + n[None, :]
@@ -408,7 +423,9 @@ def weight_of(value, scale, zero, LAYOUT: tl.constexpr, RESCALE: tl.constexpr):
     if RESCALE != 1.0:
         value = value * RESCALE
     if LAYOUT.zero == "none":
-        return value * scale
-    if LAYOUT.zero_sign == 0:
-        return (value - zero) * scale
-    return value * scale + LAYOUT.zero_sign * zero
+        weight = value * scale
+    elif LAYOUT.zero_sign == 0:
+        weight = (value - zero) * scale
+    else:
+        weight = value * scale + LAYOUT.zero_sign * zero
+    return weight

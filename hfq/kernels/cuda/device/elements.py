@@ -9,9 +9,19 @@ __all__ = ["channel_of", "element", "group_of", "scale_of", "unit", "zero_of"]
 
 
 @triton.jit
-def load_word(places, mask):
+def fetch(places, mask, IS_EVEN: tl.constexpr):
+    """Loads values, zeros outside the mask; with `IS_EVEN` all are inside, and no mask is needed."""
+    if IS_EVEN:
+        values = tl.load(places)
+    else:
+        values = tl.load(places, mask=mask, other=0)
+    return values
+
+
+@triton.jit
+def load_word(places, mask, IS_EVEN: tl.constexpr = False):
     """Loads words or bytes as uint32."""
-    return tl.load(places, mask=mask, other=0).to(tl.uint32)
+    return fetch(places, mask, IS_EVEN).to(tl.uint32)
 
 
 @triton.jit
@@ -25,6 +35,7 @@ def stream(
     BITS: tl.constexpr,
     WORD: tl.constexpr,
     ADDED: tl.constexpr = 0,
+    IS_EVEN: tl.constexpr = False,
 ):
     """Loads code i of stream j, in the low bits of a uint32; a code may end in the next word.
 
@@ -33,7 +44,7 @@ def stream(
     bit = i * BITS
     shift = (bit % WORD).to(tl.uint32)
     places = codes + j * other_stride + (bit // WORD) * word_stride
-    words = (load_word(places, mask) + ADDED) >> shift
+    words = (load_word(places, mask, IS_EVEN) + ADDED) >> shift
     if WORD % BITS != 0:
         is_cut = shift + BITS > WORD
         following = load_word(places + word_stride, mask & is_cut)
@@ -59,54 +70,62 @@ def planes(codes, i, j, word_stride, other_stride, mask, BITS: tl.constexpr):
 def placed(i, PLACE: tl.constexpr):
     """Returns the position in a stream of code i."""
     if PLACE == "awq":
-        return i // 8 * 8 + i % 8 // 2 + i % 2 * 4
-    if PLACE == "high_first":
-        return i ^ 1
-    return i
+        place = i // 8 * 8 + i % 8 // 2 + i % 2 * 4
+    elif PLACE == "high_first":
+        place = i ^ 1
+    else:
+        place = i
+    return place
 
 
 @triton.jit
 def element(codes, n, k, in_features, code_word, code_other, slab, mask, LAYOUT: tl.constexpr):
     """Loads the code of weight (n, k), in the low bits of a uint32; n and k are int64."""
     BITS: tl.constexpr = LAYOUT.bits
+    WORD: tl.constexpr = LAYOUT.word
+    PLACE: tl.constexpr = LAYOUT.place
+    SHARE: tl.constexpr = WORD // BITS
     if LAYOUT.loading == "planes":
-        return planes(codes, k, n, code_word, code_other, mask, BITS)
-    if LAYOUT.loading == "slabs":
+        code = planes(codes, k, n, code_word, code_other, mask, BITS)
+    elif LAYOUT.loading == "slabs":
         flat = n * in_features + k
         number = flat // slab
-        if LAYOUT.place == "high_first":
+        if PLACE == "high_first":
             number = LAYOUT.slabs - 1 - number
-        words = load_word(codes + flat % slab, mask)
-        return (words >> (number * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
-    if LAYOUT.loading == "quads":
+        code = load_word(codes + flat % slab, mask) >> (number * BITS).to(tl.uint32)
+    elif LAYOUT.loading == "quads":
         within = k % 32
         word = k // 64 * 32 + n % 4 * 8 + k % 64 // 32 * 4 + within % 8 // 2
         shift = (within % 2 * 4 + within // 8) * 4
-        return (load_word(codes + n // 4 * code_other + word, mask) >> shift.to(tl.uint32)) & 15
-    if LAYOUT.along == "flat":
-        i, j = n * in_features + k, n * 0
-    elif LAYOUT.along == "n":
-        i, j = n, k
+        code = load_word(codes + n // 4 * code_other + word, mask) >> shift.to(tl.uint32)
     else:
-        i, j = k, n
-    i = placed(i, LAYOUT.place)
-    if LAYOUT.straddles:
-        return stream(codes, i, j, code_word, code_other, mask, BITS, LAYOUT.word)
-    SHARE: tl.constexpr = LAYOUT.word // BITS
-    words = load_word(codes + j * code_other + i // SHARE * code_word, mask)
-    return (words >> (i % SHARE * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+        if LAYOUT.along == "flat":
+            i, j = n * in_features + k, n * 0
+        elif LAYOUT.along == "n":
+            i, j = n, k
+        else:
+            i, j = k, n
+        i = placed(i, PLACE)
+        if LAYOUT.straddles:
+            code = stream(codes, i, j, code_word, code_other, mask, BITS, WORD)
+        else:
+            words = load_word(codes + j * code_other + i // SHARE * code_word, mask)
+            code = words >> (i % SHARE * BITS).to(tl.uint32)
+    return code & ((1 << BITS) - 1)
 
 
 @triton.jit
 def unit(codes, n, w, code_word, code_other, mask, LAYOUT: tl.constexpr):
     """Loads the words of unit w of output n, as a tuple."""
+    COUNT: tl.constexpr = LAYOUT.count
     if LAYOUT.loading == "quads":
         places = codes + (n // 4).to(tl.int64) * code_other + w // 8 * 32 + n % 4 * 8 + w % 8
     else:
-        places = codes + n.to(tl.int64) * code_other + (w * LAYOUT.count).to(tl.int64) * code_word
-    words = (load_word(places, mask),)
-    for i in tl.static_range(1, LAYOUT.count):
-        words += (load_word(places + i * code_word, mask),)  # type: ignore[assignment]
+        places = codes + n.to(tl.int64) * code_other + (w * COUNT).to(tl.int64) * code_word
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
+    words = (load_word(places, mask, IS_EVEN),)
+    for i in tl.static_range(1, COUNT):
+        words += (load_word(places + i * code_word, mask, IS_EVEN),)  # type: ignore[assignment]
     return words
 
 
@@ -114,22 +133,26 @@ def unit(codes, n, w, code_word, code_other, mask, LAYOUT: tl.constexpr):
 def channel_of(w, p: tl.constexpr, LAYOUT: tl.constexpr):
     """Returns the input channel of code p of unit w."""
     if LAYOUT.loading == "quads" and LAYOUT.positions == 8:
-        return w // 8 * 64 + w % 8 // 4 * 32 + p % 4 * 8 + w % 4 * 2 + p // 4
-    if LAYOUT.place == "high_first" and LAYOUT.loading == "runs":
-        return w * LAYOUT.positions + (p ^ 1)
-    return w * LAYOUT.positions + p
+        channel = w // 8 * 64 + w % 8 // 4 * 32 + p % 4 * 8 + w % 4 * 2 + p // 4
+    elif LAYOUT.place == "high_first" and LAYOUT.loading == "runs":
+        channel = w * LAYOUT.positions + (p ^ 1)
+    else:
+        channel = w * LAYOUT.positions + p
+    return channel
 
 
 @triton.jit
 def group_of(index, n, k, in_features, mask, LAYOUT: tl.constexpr):
     """Returns the group of weight (n, k)."""
     if LAYOUT.grouping == "index":
-        return tl.load(index + k, mask=mask, other=0).to(tl.int32)
-    if LAYOUT.grouping == "flat":
-        return (n * in_features + k) // LAYOUT.span
-    if LAYOUT.grouping == "columns":
-        return (n * in_features + k) % LAYOUT.span
-    return (k + LAYOUT.offset[1]) // LAYOUT.span
+        group = tl.load(index + k, mask=mask, other=0).to(tl.int32)
+    elif LAYOUT.grouping == "flat":
+        group = (n * in_features + k) // LAYOUT.span
+    elif LAYOUT.grouping == "columns":
+        group = (n * in_features + k) % LAYOUT.span
+    else:
+        group = (k + LAYOUT.offset[1]) // LAYOUT.span
+    return group
 
 
 @triton.jit
@@ -151,13 +174,13 @@ def scale_of(
     if LAYOUT.block_out != 1:
         block = (n + LAYOUT.offset[0]) // LAYOUT.block_out
     places = block * scale_n + group * scale_g
-    stored = tl.load(scales + places, mask=mask, other=0)
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
+    stored = fetch(scales + places, mask, IS_EVEN)
     if LAYOUT.scale == "nested":
-        scale = tl.load(nested_table + stored.to(tl.int32), mask=mask, other=0.0)
-        scale = scale * tl.load(nested + places // LAYOUT.nested_size, mask=mask, other=0.0) + nested_offset
+        scale = fetch(nested_table + stored.to(tl.int32), mask, IS_EVEN)
+        scale = scale * fetch(nested + places // LAYOUT.nested_size, mask, IS_EVEN) + nested_offset
     elif LAYOUT.scale == "power":
-        exponent = stored.to(tl.int32)
-        scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
+        scale = tl.maximum(stored.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
     elif LAYOUT.scale == "e4m3":
         word = (stored.to(tl.uint32) << 24).to(tl.int32, bitcast=True)
         scale = ((word >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -179,16 +202,20 @@ def zero_of(zeros, n, group, zero_word, zero_other, mask, LAYOUT: tl.constexpr):
         i, j = n, group
     else:
         i, j = group, n
-    if LAYOUT.zero != "packed":
-        return tl.load(zeros + i * zero_word + j * zero_other, mask=mask, other=0).to(tl.float32)
     BITS: tl.constexpr = LAYOUT.zero_bits
-    if LAYOUT.zero_place == "planes":
-        codes = planes(zeros, i, j, zero_word, zero_other, mask, BITS)
+    PLACE: tl.constexpr = LAYOUT.zero_place
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
+    ONES: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1) if LAYOUT.zero_reading == "word_plus_one" else 0
+    if LAYOUT.zero != "packed":
+        zero = fetch(zeros + i * zero_word + j * zero_other, mask, IS_EVEN).to(tl.float32)
     else:
-        ONES: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1) if LAYOUT.zero_reading == "word_plus_one" else 0
-        codes = stream(zeros, placed(i, LAYOUT.zero_place), j, zero_word, zero_other, mask, BITS, 32, ONES)
-    if LAYOUT.zero_reading == "field_plus_one":
-        codes = codes + 1
-    if LAYOUT.zero_reading == "masked_plus_one":
-        codes = (codes + 1) & ((1 << BITS) - 1)
-    return codes.to(tl.int32).to(tl.float32) - LAYOUT.zero_middle
+        if PLACE == "planes":
+            codes = planes(zeros, i, j, zero_word, zero_other, mask, BITS)
+        else:
+            codes = stream(zeros, placed(i, PLACE), j, zero_word, zero_other, mask, BITS, 32, ONES, IS_EVEN)
+        if LAYOUT.zero_reading == "field_plus_one":
+            codes = codes + 1
+        elif LAYOUT.zero_reading == "masked_plus_one":
+            codes = (codes + 1) & ((1 << BITS) - 1)
+        zero = codes.to(tl.int32).to(tl.float32) - LAYOUT.zero_middle
+    return zero

@@ -60,6 +60,7 @@ class Layout:
         zero_middle: The number that is subtracted from each zero point.
         zero_sign: 0 if the zero point is subtracted from the code; 1 or -1 if it is a float that is added to,
             or subtracted from, the product of code and scale.
+        is_even: True if tiles divide the layer, so that kernels need no masks.
         shared: The scale of the whole layer: `none`, `multiplies`, or `divides`.
     """
 
@@ -90,6 +91,7 @@ class Layout:
     zero_reading: str = "stored"
     zero_middle: float = 0.0
     zero_sign: int = 0
+    is_even: bool = False
     shared: Literal["none", "multiplies", "divides"] = "none"
 
 

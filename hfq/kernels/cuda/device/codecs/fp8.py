@@ -1,7 +1,7 @@
 """FP8 codes, e4m3 and e5m2.
 
 An arithmetic shift moves a code of e4m3 to the sign, exponent, and mantissa of a float32. Its exponent is
-then too small by a constant. Kernels multiply activations by 2**40, so that no product is subnormal, and sums
+then too small by a constant. Kernels multiply activations by 2**64, so that no product is subnormal, and sums
 of few products by the rest.
 """
 

@@ -24,16 +24,19 @@ def decode(words, table, p: tl.constexpr, LAYOUT: tl.constexpr):
         field = words[FIRST] >> SHIFT
         if SHIFT + BITS > 32:
             field = field | (words[FIRST + 1] << (32 - SHIFT))
-        return _number(field & MASK, 0, LAYOUT)
-    PLACE: tl.constexpr = p % PER_WORD * BITS
-    word = words[p // PER_WORD]
-    if LAYOUT.signed:
-        word = word ^ (0xFFFFFFFF // MASK << (BITS - 1))
-    if PLACE < 16 and PLACE + BITS <= 16:
-        return _number(word & (MASK << PLACE), PLACE, LAYOUT)
-    if PLACE >= 16:
-        return _number((word >> 16) & (MASK << (PLACE - 16)), PLACE - 16, LAYOUT)
-    return _number((word >> PLACE) & MASK, 0, LAYOUT)
+        value = _number(field & MASK, 0, LAYOUT)
+    else:
+        PLACE: tl.constexpr = p % PER_WORD * BITS
+        word = words[p // PER_WORD]
+        if LAYOUT.signed:
+            word = word ^ (0xFFFFFFFF // MASK << (BITS - 1))
+        if PLACE + BITS <= 16:
+            value = _number(word & (MASK << PLACE), PLACE, LAYOUT)
+        elif PLACE >= 16:
+            value = _number((word >> 16) & (MASK << (PLACE - 16)), PLACE - 16, LAYOUT)
+        else:
+            value = _number((word >> PLACE) & MASK, 0, LAYOUT)
+    return value
 
 
 @triton.jit
