@@ -203,7 +203,7 @@ def no_copy(name: str) -> SetupError:
 
 
 def check_stays(name: str, device: torch.device, asked: torch.device, reason: str = "is offloaded") -> None:
-    """Raises an error if a weight that must stay, such as an offloaded one, is moved to another device.
+    """Raises an error if a weight that must stay is moved to another device.
 
     Raises:
         PlacementError: Another device is asked for.

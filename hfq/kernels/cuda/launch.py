@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: block sizes, splits of the sum, buffers, and compiled kernels.
+"""Launches of the Triton kernels: blocks, splits of the sum, and buffers.
 
 A product of few rows has two launches, one that prepares the activations and one that multiplies. If there
 are few tiles of outputs, the input is split, and the last program of a tile adds the parts in one order. The
@@ -135,7 +135,7 @@ class Product:
         self._rest = self._arguments()
 
     def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiplies rows [count, in_features], whose last stride is 1, into out [count, out_features]."""
+        """Multiplies rows [count, in_features], dense in a row, into out [count, out_features]."""
         for launch, grid, arguments in self.launches(rows, out):
             launch(grid, *arguments)
 
@@ -164,7 +164,7 @@ class Product:
         return (prepare, grid, prepared), (self._multiply, self._grid, multiplied)
 
     def _blocks(self) -> Blocks:
-        """Returns the tile sizes. Those of the input decide the bits of the result, and are not tuned."""
+        """Returns the tile sizes; those of the input decide bits, and are not tuned."""
         layout = self._layer.layout
         if self._is_across:
             units = _common(layout.span, self._layer.in_features, 32)
@@ -212,7 +212,7 @@ class Product:
 
 
 def expand(panel: torch.Tensor, layer: Layer, first: int) -> None:
-    """Writes output rows [first, first + len(panel)) of the weight into a panel, rounded to its dtype."""
+    """Writes output rows of the weight, from `first` on, into a panel in its dtype."""
     device, layout, spare = device_code(), layer.layout, layer.scales
     codec = device.CODECS[layout.codec]
     others = (layer.index, layer.table, layer.nested, layer.nested_table, layer.shared, layer.columns)
@@ -254,7 +254,7 @@ def _either(tensor: torch.Tensor | None, spare: torch.Tensor) -> torch.Tensor:
 
 
 def _common(span: int, in_features: int, most: int) -> int:
-    """Returns the largest power of two of at most `most` that divides a group, or an input of one group."""
+    """Returns the largest power of two, at most `most`, that divides each group."""
     size = 16
     while size * 2 <= most and (span % (size * 2) == 0 or span >= in_features):
         size *= 2

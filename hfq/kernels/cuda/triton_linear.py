@@ -57,7 +57,7 @@ def _reason_not_launched() -> str | None:
         rows = torch.ones(1, 16, device="cuda")
         quantize_rows(rows, ActivationScheme("token"))
         torch.cuda.synchronize()
-    except Exception as error:  # whatever Triton, its compilers, or the driver raise
+    except Exception as error:  # Triton, its compilers, and the driver raise many kinds
         lines = str(error).strip().splitlines()
         return f"Triton cannot compile: {type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
     return None

@@ -58,15 +58,57 @@ def row_of(value, x, row, k, in_features, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def scaled(total, channels, scale, zero, LAYOUT: tl.constexpr):
-    """Returns the sums of a group, and what is added to them once for all channels."""
-    if LAYOUT.zero == "none":
-        constant = tl.zeros_like(scale)
-    elif LAYOUT.zero_sign == 0:
-        constant = -zero * scale * channels
-    else:
-        constant = LAYOUT.zero_sign * zero * channels
-    return total * scale[None], constant
+def products_of_group(
+    words,
+    x,
+    first,
+    is_word,
+    shifts,
+    in_features,
+    code_other,
+    like,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Returns the products of up to four rows by the tiles of a group, and sums of activations."""
+    IS_EVEN: tl.constexpr = LAYOUT.is_even
+    group0 = tl.zeros_like(like)
+    group1, group2, group3 = group0, group0, group0
+    sum0, sum1, sum2, sum3 = 0.0, 0.0, 0.0, 0.0
+    for number in range(TILES):
+        k = first + number * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (k < in_features)[:, None] & is_word
+        places = words + k[:, None].to(tl.int64) * code_other
+        value = codes_of(load_word(places, mask, IS_EVEN), shifts, LAYOUT)
+        product, channels = row_of(value, x, 0, k, in_features, LAYOUT)
+        group0 += product
+        sum0 += channels
+        if ROWS > 1:
+            product, channels = row_of(value, x, 1, k, in_features, LAYOUT)
+            group1 += product
+            sum1 += channels
+        if ROWS > 2:
+            product, channels = row_of(value, x, 2, k, in_features, LAYOUT)
+            group2 += product
+            sum2 += channels
+            product, channels = row_of(value, x, 3, k, in_features, LAYOUT)
+            group3 += product
+            sum3 += channels
+    return (group0, group1, group2, group3), (sum0, sum1, sum2, sum3)
+
+
+@triton.jit
+def add_group(total, once, group, channels, scale, zero, LAYOUT: tl.constexpr):
+    """Adds a group to the sums of a row, and what its zero points add once for all channels."""
+    total += group * scale[None]
+    if LAYOUT.zero != "none":
+        if LAYOUT.zero_sign == 0:
+            once -= zero * scale * channels
+        else:
+            once += LAYOUT.zero_sign * zero * channels
+    return total, once
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -100,84 +142,43 @@ def few_across(
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Multiplies at most `ROWS` rows by the outputs of `BLOCK_J` words in one split of the input.
+    """Multiplies at most `ROWS` rows by the outputs of `BLOCK_J` words, in one split.
 
     A step is `TILES` tiles of `BLOCK_K` channels, all of one group. The others are as in `along.few`.
     """
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    IS_EVEN: tl.constexpr = LAYOUT.is_even
     POSITIONS: tl.constexpr = LAYOUT.positions
-    j = tile * BLOCK_J + tl.arange(0, BLOCK_J)
+    j = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
     p = tl.arange(0, POSITIONS)
     n = output_of(j[:, None], p[None, :], out_features, LAYOUT)
     inside = (j * POSITIONS < out_features)[:, None] & (p >= 0)[None, :]
     shifts = place_of(p, LAYOUT)[None, None, :]
+    is_word = (j * POSITIONS < out_features)[None, :]
+    places = codes + j[None, :].to(tl.int64) * code_word
     total0 = tl.zeros((BLOCK_K, BLOCK_J, POSITIONS), dtype=tl.float32)
-    total1 = total0
-    total2 = total0
-    total3 = total0
+    total1, total2, total3 = total0, total0, total0
     once0 = tl.zeros((BLOCK_J, POSITIONS), dtype=tl.float32)
-    once1 = once0
-    once2 = once0
-    once3 = once0
+    once1, once2, once3 = once0, once0, once0
     for step in range(STEPS):
-        first = (split * STEPS + step) * TILES * BLOCK_K
-        group0 = tl.zeros((BLOCK_K, BLOCK_J, POSITIONS), dtype=tl.float32)
-        group1 = group0
-        group2 = group0
-        group3 = group0
-        sum0 = 0.0
-        sum1 = 0.0
-        sum2 = 0.0
-        sum3 = 0.0
-        for number in range(TILES):
-            k = first + number * BLOCK_K + tl.arange(0, BLOCK_K)
-            mask = (k < in_features)[:, None] & (j * POSITIONS < out_features)[None, :]
-            places = codes + k[:, None].to(tl.int64) * code_other + j[None, :].to(tl.int64) * code_word
-            words = load_word(places, mask, IS_EVEN)
-            value = codes_of(words, shifts, LAYOUT)
-            product, channels = row_of(value, x, 0, k, in_features, LAYOUT)
-            group0 += product
-            sum0 += channels
-            if ROWS > 1:
-                product, channels = row_of(value, x, 1, k, in_features, LAYOUT)
-                group1 += product
-                sum1 += channels
-            if ROWS > 2:
-                product, channels = row_of(value, x, 2, k, in_features, LAYOUT)
-                group2 += product
-                sum2 += channels
-                product, channels = row_of(value, x, 3, k, in_features, LAYOUT)
-                group3 += product
-                sum3 += channels
+        first = (tl.program_id(1) * STEPS + step) * TILES * BLOCK_K
+        groups, sums = products_of_group(
+            places, x, first, is_word, shifts, in_features, code_other, total0, LAYOUT, ROWS, BLOCK_K, TILES
+        )
         mask = inside & (first < in_features)
         group = first // LAYOUT.span
         scale = scale_of(scales, scales, scales, 0.0, factor, n, group, scale_n, scale_g, mask, LAYOUT)
         zero = scale
         if LAYOUT.zero != "none":
             zero = zero_of(zeros, n, group, zero_word, zero_other, mask, LAYOUT)
-        product, constant = scaled(group0, sum0, scale, zero, LAYOUT)
-        total0 += product
-        once0 += constant
+        total0, once0 = add_group(total0, once0, groups[0], sums[0], scale, zero, LAYOUT)
         if ROWS > 1:
-            product, constant = scaled(group1, sum1, scale, zero, LAYOUT)
-            total1 += product
-            once1 += constant
+            total1, once1 = add_group(total1, once1, groups[1], sums[1], scale, zero, LAYOUT)
         if ROWS > 2:
-            product, constant = scaled(group2, sum2, scale, zero, LAYOUT)
-            total2 += product
-            once2 += constant
-            product, constant = scaled(group3, sum3, scale, zero, LAYOUT)
-            total3 += product
-            once3 += constant
+            total2, once2 = add_group(total2, once2, groups[2], sums[2], scale, zero, LAYOUT)
+            total3, once3 = add_group(total3, once3, groups[3], sums[3], scale, zero, LAYOUT)
+    results01 = tl.sum(total0, 0) + once0, tl.sum(total1, 0) + once1
+    results23 = tl.sum(total2, 0) + once2, tl.sum(total3, 0) + once3
     write_few(
-        (
-            tl.sum(total0, 0) + once0,
-            tl.sum(total1, 0) + once1,
-            tl.sum(total2, 0) + once2,
-            tl.sum(total3, 0) + once3,
-        ),
+        results01 + results23,
         n,
         inside,
         out,

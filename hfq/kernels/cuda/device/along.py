@@ -164,7 +164,7 @@ def write_few(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Writes the results of up to four rows, or their parts; the last program of a tile adds the parts."""
+    """Writes the results of up to four rows, or their parts, which the last program adds."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     for row in tl.static_range(ROWS):
@@ -190,9 +190,7 @@ def products_of(
     IS_EVEN: tl.constexpr = LAYOUT.is_even
     POSITIONS: tl.constexpr = LAYOUT.positions
     total0 = tl.zeros_like(like)
-    total1 = total0
-    total2 = total0
-    total3 = total0
+    total1, total2, total3 = total0, total0, total0
     inside = w < units
     for p in tl.static_range(POSITIONS):
         value = DECODE(words, table, p, LAYOUT)
@@ -261,9 +259,10 @@ def few(
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Multiplies at most `ROWS` rows, 1, 2, or 4, by `BLOCK_N` outputs in one split of the input.
+    """Multiplies at most `ROWS` rows by `BLOCK_N` outputs in one split of the input.
 
     Args:
+        ROWS: 1, 2, or 4.
         x: float32 [ROWS, positions, units], from `prepare`.
         sums: float32 [ROWS, units], from `prepare`; read only if there are zero points.
         out: [rows, out_features].
@@ -276,9 +275,7 @@ def few(
     split = tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     total0 = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.float32)
-    total1 = total0
-    total2 = total0
-    total3 = total0
+    total1, total2, total3 = total0, total0, total0
     bad = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.uint32)
     for step in range(STEPS):
         w = (split * STEPS + step) * BLOCK_W + tl.arange(0, BLOCK_W)

@@ -10,7 +10,7 @@ __all__ = ["channel_of", "element", "group_of", "scale_of", "unit", "zero_of"]
 
 @triton.jit
 def fetch(places, mask, IS_EVEN: tl.constexpr):
-    """Loads values, zeros outside the mask; with `IS_EVEN` all are inside, and no mask is needed."""
+    """Loads values, and zeros outside the mask; with `IS_EVEN`, all are inside."""
     if IS_EVEN:
         values = tl.load(places)
     else:

@@ -1,4 +1,4 @@
-"""Dequantization of a panel of a weight, for products of many rows by the device's own library."""
+"""Dequantization of panels of a weight, for products of many rows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ __all__ = ["round_e4m3"]
 
 @triton.jit
 def decode(codes):
-    """Returns e4m3 codes as float32; a code, shifted by seven bits, is a float16 of 1/256 of its value."""
+    """Returns e4m3 codes as float32.
+
+    A code, shifted by seven bits, is a float16 of 1/256 of its value.
+    """
     bits = codes.to(tl.int16)
     values = ((bits << 7) & -16385).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), values)

@@ -10,8 +10,8 @@ import torch
 from hfq.formats.fp8 import Fp8
 from hfq.formats.layouts.scaled import ScaledCodes
 from hfq.formats.mlx.float_modes import MlxFp8
+from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import Layer, Layout
-from hfq.kernels.cuda.layers.registry import describes
 
 __all__ = ["CODECS", "fp8", "mlx_fp8", "scaled", "stored_scale"]
 

@@ -15,8 +15,8 @@ from hfq.formats.modelopt.experts import ModeloptExpert
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
 from hfq.kernels.cuda.layers.byte_layers import fp8, stored_scale
+from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import Layer, Layout
-from hfq.kernels.cuda.layers.registry import describes
 
 __all__ = ["bnb", "fp4", "modelopt_expert"]
 

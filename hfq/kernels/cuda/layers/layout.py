@@ -179,7 +179,7 @@ def fast(layer: Layer) -> Layer | None:
 
 
 def _runs(layer: Layer) -> tuple[Layer, int, int]:
-    """Returns the layer in the widest words that begin with a row, and the words and codes of a unit."""
+    """Returns the layer in its widest words, and the words and codes of a unit."""
     layout, codes = layer.layout, layer.codes
     if layout.along == "flat":
         nbytes = layer.in_features * layout.bits // 8

@@ -1,4 +1,7 @@
-"""Descriptions of layers of packed integers: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, ModelOpt int4."""
+"""Descriptions of layers of packed integers.
+
+Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, and ModelOpt int4.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from hfq.formats.hqq import Hqq
 from hfq.formats.mlx.affine import Mlx
 from hfq.formats.modelopt.linear import ModeloptInt4
 from hfq.formats.quanto import QuantoBits
+from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import PLANES, Layer, Layout, Place
-from hfq.kernels.cuda.layers.registry import describes
 
 __all__ = ["awq", "gptq", "hqq", "mlx", "modelopt_int4", "pack_quantized", "quanto"]
 
@@ -164,7 +167,7 @@ def hqq(weight_format: Hqq, tensors: Tensors, out_features: int, in_features: in
 
 @describes(QuantoBits)
 def quanto(weight_format: QuantoBits, tensors: Tensors, out_features: int, in_features: int) -> Layer:
-    """Describes slabs of the flattened weight, the first in the lowest bits; shifts are subtracted."""
+    """Describes slabs of the flattened weight, the first in the lowest bits."""
     codes, bits, span = tensors["weight._data._data"], weight_format.num_bits, weight_format.group_size
     layout = _flat("integers", bits, 8 // bits, "plain", span, in_features, False)
     steps = in_features // span if layout.grouping == "span" else 0
@@ -186,7 +189,7 @@ def quanto(weight_format: QuantoBits, tensors: Tensors, out_features: int, in_fe
 def _flat(
     codec: str, bits: int, slabs: int, place: Place, span: int, in_features: int, is_by_column: bool
 ) -> Layout:
-    """Returns the layout of a flattened weight in slabs, in groups of `span` consecutive weights.
+    """Returns the layout of a flattened weight in slabs, in groups of `span` weights.
 
     With `is_by_column`, a group is the weights at equal positions of runs of `span`.
     """
