@@ -173,9 +173,13 @@ class Product:
             return Blocks(32, 16)
         if layout.loading not in ("runs", "quads") or layout.positions < 4:
             return Blocks(64, 32)
-        if self.uses_dot:
-            return Blocks(32, 64)
-        return Blocks(64, 32) if self._layer.code_word == 1 else Blocks(32, 64)
+        if self.uses_dot:  # a pipeline of loads from a table would take more shared memory than cards have
+            return Blocks(32, 64, stages=1 if layout.codec == "table" else 2)
+        is_single = self.size == 1 and layout.count == 1
+        warps = 8 if self.size == 4 else 4
+        if self._layer.code_word == 1:
+            return Blocks(64, 32 if is_single else 16, warps)
+        return Blocks(32, 64 if is_single else 32, warps)
 
     def _kernel(self, blocks: Blocks) -> tuple[Any, tuple]:
         """Returns the kernel and its constants."""
