@@ -82,9 +82,7 @@ def _apply_in_place(
 
 
 class InputMover:
-    """Moves the inputs of a model without an offloader to its device.
-
-    Outputs stay where they are computed.
+    """Moves the inputs of a model without an offloader to its device, where outputs stay.
 
     torch pickles hooks before modules. So a pickle ends with the error of the reader, and not at a hook of
     accelerate, which cannot be pickled.

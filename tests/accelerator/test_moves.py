@@ -1,5 +1,6 @@
 """Tests that moves and casts of a model on accelerators leave it right, or raise and leave it as it was."""
 
+import copy
 import pickle
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.models import GPTQ, load
 
 pytestmark = pytest.mark.accelerator
 TOKENS = torch.arange(8)[None]
+TWO = {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"}
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +49,6 @@ def test_a_model_with_offloaded_parts_stays_whole(sim, expected, placement, devi
     assert torch.equal(logits(model), expected[torch.float32])
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:1", "sim:2"])
-def test_a_model_on_two_accelerators_stays_whole(sim, expected, device):
-    model = load(GPTQ, {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"})
-    before = {name: str(parameter.device) for name, parameter in model.named_parameters()}
-    for part in (model, model.get_submodule(LAYERS[2])):
-        if part is not model and device == "sim:1":
-            continue
-        with pytest.raises(PlacementError, match="is a part of a model on several devices"):
-            part.to(device)
-    assert {name: str(parameter.device) for name, parameter in model.named_parameters()} == before
-    assert torch.equal(logits(model), expected[torch.float32])
-
-
-def test_a_model_on_accelerators_is_not_pickled(sim):
-    for device_map in ({"": "sim:0"}, {"": "sim:0", LAYERS[3]: "sim:1"}):
-        with pytest.raises(SetupError):
-            pickle.dumps(load(GPTQ, device_map))
-
-
 def test_the_parts_in_memory_do_not_move_without_those_on_disk(sim):
     model = load(GPTQ, {"": "cpu", LAYERS[3]: "disk"})
     expected = logits(model)
@@ -82,3 +65,35 @@ def test_a_cast_changes_the_dtype_of_activations(sim, expected, placement):
     assert torch.equal(logits(model), expected[torch.bfloat16])
     with pytest.raises(ValueError, match=r"`.half\(\)` is not supported"):  # of transformers
         model.half()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "sim:0", "sim:1", "sim:2"])
+@pytest.mark.parametrize("part", ["", "model", LAYERS[2]])
+@pytest.mark.parametrize("others", [{}, {LAYERS[1]: "disk"}], ids=["2", "2+disk"])
+def test_a_model_on_two_accelerators_stays_there_with_its_parts(sim, expected, others, part, device):
+    model = load(GPTQ, {**TWO, **others})
+    before = {name: str(parameter.device) for name, parameter in model.named_parameters()}
+    if part == LAYERS[2] and device == "sim:1":
+        model.get_submodule(part).to(device)
+    else:
+        with pytest.raises(PlacementError, match=r"(on several devices|is offloaded) and cannot be moved"):
+            model.get_submodule(part).to(device)
+    assert {name: str(parameter.device) for name, parameter in model.named_parameters()} == before
+    assert torch.equal(logits(model), expected[torch.float32])
+
+
+def test_a_copy_of_a_model_on_two_accelerators_moves_and_casts_itself(sim, expected):
+    model = load(GPTQ, TWO)
+    copied = copy.deepcopy(model)
+    copied.model.to(torch.bfloat16)  # accelerate's `copied.to` is that of the model
+    assert {parameter.dtype for parameter in copied.model.norm.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(model), expected[torch.float32])
+    with pytest.raises(PlacementError, match=r"cannot be moved"):
+        copied.model.to("cpu")
+    assert torch.equal(logits(model.to(torch.bfloat16)), expected[torch.bfloat16])
+
+
+@pytest.mark.parametrize("placement", [{"": "sim:0"}, TWO], ids=["1", "2"])
+def test_a_model_on_accelerators_is_not_pickled(sim, placement):
+    with pytest.raises(SetupError, match="cannot be pickled"):
+        pickle.dumps(load(GPTQ, placement))

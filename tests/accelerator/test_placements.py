@@ -12,6 +12,7 @@ pytestmark = pytest.mark.accelerator
 
 HEAD = {"model.embed_tokens": "sim:0", "lm_head": "sim:0"}
 MAPS = {
+    "1": {"": "sim:0"},
     "1+cpu+disk": {"": "sim:0", LAYERS[0]: "disk", LAYERS[1]: "cpu", LAYERS[3]: "disk"},
     "2": {"": "sim:0", LAYERS[2]: "sim:1", LAYERS[3]: "sim:1"},
     "2 by layers": {"": "sim:1", "model.embed_tokens": "sim:0", "lm_head": "sim:0", LAYERS[1]: "disk"},
@@ -67,3 +68,25 @@ def test_inputs_may_be_on_any_device(sim, expected, placement, device):
     model = load(GPTQ, MAPS[placement])
     with torch.no_grad():
         assert torch.equal(model(torch.arange(8)[None].to(device)).logits.cpu(), expected[0])
+
+
+@pytest.mark.parametrize("placement", MAPS)
+def test_outputs_stay_on_the_accelerator(sim, placement):
+    model = load(GPTQ, MAPS[placement])
+    assert model(torch.arange(8)[None]).logits.device == model.device
+
+
+def test_an_automatic_map_on_one_accelerator_takes_inputs_on_the_cpu(sim, expected):
+    model = load(GPTQ, "auto", max_memory={0: "1GB"})
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits.cpu(), expected[0])
+        assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False).cpu(), expected[1])
+
+
+def test_inputs_on_the_accelerator_are_not_copied(sim):
+    model, seen = load(GPTQ, {"": "sim:0"}), []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    tokens = torch.arange(8)[None].to("sim:0")
+    model(tokens)
+    assert seen[0] is tokens
