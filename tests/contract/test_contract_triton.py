@@ -62,7 +62,7 @@ def without_nan(weight_format: Format, tensors: dict) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_products_of_integers_are_exact(exact, dtype):
     weight_format, tensors = exact
-    for count in COUNTS:
+    for count in COUNTS if dtype == torch.float32 else (1, 16, 65):  # one of each kernel
         few = count <= triton_linear.FEW_ROWS
         weight = weight_format.dequantize(tensors, torch.float32 if few else dtype).double()
         rows = torch.randint(-2, 3, (count, IN), generator=torch.Generator().manual_seed(count)).to(dtype)

@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint, killed at every fourth call that changes the disk, and each time resumed.
+"""Quantizes a checkpoint, killed at every seventh call that changes the disk, and each time resumed.
 
 Arguments: the checkpoint, an empty folder, and the number of the first call. Prints that of the last one.
 """
@@ -47,5 +47,5 @@ while was_killed and number <= 200:
     for file in target.iterdir():
         file.unlink()
     target.rmdir()
-    number += 4
+    number += 7
 print(number)

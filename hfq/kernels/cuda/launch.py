@@ -170,7 +170,7 @@ class Product:
             units = _common(layout.span, self._layer.in_features, 32)
             if self.uses_dot:
                 return Blocks(units, max(64 // layout.positions, 16))
-            return Blocks(32, 16)
+            return Blocks(32, 16 if self.size == 1 else 8, 8 if self.size == 4 else 4)
         if layout.loading not in ("runs", "quads") or layout.positions < 4:
             return Blocks(64, 32)
         if self.uses_dot:  # a pipeline of loads from a table would take more shared memory than cards have

@@ -50,11 +50,10 @@ def place_of(p, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def row_of(value, x, row, k, in_features, LAYOUT: tl.constexpr):
-    """Returns the products of one row by the values of a tile, and the sum of its activations."""
+def factors_of(x, row, k, in_features, LAYOUT: tl.constexpr):
+    """Returns the activations of one row for the channels of a tile."""
     IS_EVEN: tl.constexpr = LAYOUT.is_even
-    factor = fetch(x + row * in_features + k, k < in_features, IS_EVEN)
-    return value * factor[:, None, None], tl.sum(factor, 0)
+    return fetch(x + row * in_features + k, k < in_features, IS_EVEN)
 
 
 @triton.jit
@@ -72,43 +71,44 @@ def products_of_group(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Returns the products of up to four rows by the tiles of a group, and sums of activations."""
+    """Returns sums of products and of activations over the tiles of a group, by channel of a tile."""
     IS_EVEN: tl.constexpr = LAYOUT.is_even
     group0 = tl.zeros_like(like)
     group1, group2, group3 = group0, group0, group0
-    sum0, sum1, sum2, sum3 = 0.0, 0.0, 0.0, 0.0
+    sum0 = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    sum1, sum2, sum3 = sum0, sum0, sum0
     for number in range(TILES):
         k = first + number * BLOCK_K + tl.arange(0, BLOCK_K)
         mask = (k < in_features)[:, None] & is_word
         places = words + k[:, None].to(tl.int64) * code_other
         value = codes_of(load_word(places, mask, IS_EVEN), shifts, LAYOUT)
-        product, channels = row_of(value, x, 0, k, in_features, LAYOUT)
-        group0 += product
-        sum0 += channels
+        factors = factors_of(x, 0, k, in_features, LAYOUT)
+        group0 += value * factors[:, None, None]
+        sum0 += factors
         if ROWS > 1:
-            product, channels = row_of(value, x, 1, k, in_features, LAYOUT)
-            group1 += product
-            sum1 += channels
+            factors = factors_of(x, 1, k, in_features, LAYOUT)
+            group1 += value * factors[:, None, None]
+            sum1 += factors
         if ROWS > 2:
-            product, channels = row_of(value, x, 2, k, in_features, LAYOUT)
-            group2 += product
-            sum2 += channels
-            product, channels = row_of(value, x, 3, k, in_features, LAYOUT)
-            group3 += product
-            sum3 += channels
+            factors = factors_of(x, 2, k, in_features, LAYOUT)
+            group2 += value * factors[:, None, None]
+            sum2 += factors
+            factors = factors_of(x, 3, k, in_features, LAYOUT)
+            group3 += value * factors[:, None, None]
+            sum3 += factors
     return (group0, group1, group2, group3), (sum0, sum1, sum2, sum3)
 
 
 @triton.jit
-def add_group(total, once, group, channels, scale, zero, LAYOUT: tl.constexpr):
-    """Adds a group to the sums of a row, and what its zero points add once for all channels."""
-    total += group * scale[None]
-    if LAYOUT.zero != "none":
-        if LAYOUT.zero_sign == 0:
-            once -= zero * scale * channels
-        else:
-            once += LAYOUT.zero_sign * zero * channels
-    return total, once
+def scaled_group(products, factors, scale, zero, LAYOUT: tl.constexpr):
+    """Returns the products of a group with its scales and zero points applied."""
+    if LAYOUT.zero == "none":
+        result = products * scale[None]
+    elif LAYOUT.zero_sign == 0:
+        result = (products - zero[None] * factors[:, None, None]) * scale[None]
+    else:
+        result = products * scale[None] + LAYOUT.zero_sign * zero[None] * factors[:, None, None]
+    return result
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -156,8 +156,6 @@ def few_across(
     places = codes + j[None, :].to(tl.int64) * code_word
     total0 = tl.zeros((BLOCK_K, BLOCK_J, POSITIONS), dtype=tl.float32)
     total1, total2, total3 = total0, total0, total0
-    once0 = tl.zeros((BLOCK_J, POSITIONS), dtype=tl.float32)
-    once1, once2, once3 = once0, once0, once0
     for step in range(STEPS):
         first = (tl.program_id(1) * STEPS + step) * TILES * BLOCK_K
         groups, sums = products_of_group(
@@ -169,16 +167,15 @@ def few_across(
         zero = scale
         if LAYOUT.zero != "none":
             zero = zero_of(zeros, n, group, zero_word, zero_other, mask, LAYOUT)
-        total0, once0 = add_group(total0, once0, groups[0], sums[0], scale, zero, LAYOUT)
+        total0 += scaled_group(groups[0], sums[0], scale, zero, LAYOUT)
         if ROWS > 1:
-            total1, once1 = add_group(total1, once1, groups[1], sums[1], scale, zero, LAYOUT)
+            total1 += scaled_group(groups[1], sums[1], scale, zero, LAYOUT)
         if ROWS > 2:
-            total2, once2 = add_group(total2, once2, groups[2], sums[2], scale, zero, LAYOUT)
-            total3, once3 = add_group(total3, once3, groups[3], sums[3], scale, zero, LAYOUT)
-    results01 = tl.sum(total0, 0) + once0, tl.sum(total1, 0) + once1
-    results23 = tl.sum(total2, 0) + once2, tl.sum(total3, 0) + once3
+            total2 += scaled_group(groups[2], sums[2], scale, zero, LAYOUT)
+            total3 += scaled_group(groups[3], sums[3], scale, zero, LAYOUT)
+    results = tl.sum(total0, 0), tl.sum(total1, 0), tl.sum(total2, 0), tl.sum(total3, 0)
     write_few(
-        results01 + results23,
+        results,
         n,
         inside,
         out,
