@@ -212,18 +212,22 @@ class ModelLoader(LoadState):
         for target, source in self.model.all_tied_weights_keys.items():
             devices[target] = devices.get(source, devices[target])
         # a device of the map may store nothing, if everything of it is offloaded
-        asked = [(check or check_device)(value, key) for key, value in (device_map or {}).items()]
+        asked = {key: (check or check_device)(value, key) for key, value in (device_map or {}).items()}
         places = {path: place for place, (path, _) in enumerate(self.model.named_modules())}
         owners = {name: max((places.get(path, 0) for path in ancestors(name)), default=0) for name in devices}
         ordered = sorted(devices, key=owners.__getitem__)  # in the order of the model
-        self.devices, self.main = devices, execution_device([*map(devices.__getitem__, ordered), *asked])
-        self.executes = self._settle_execution()
+        self.devices = devices
+        self.main = execution_device([*map(devices.__getitem__, ordered), *asked.values()])
+        self.executes = self._settle_execution(execution_device([asked.get("", "cpu"), self.main]))
         return names
 
-    def _settle_execution(self) -> dict[str, str]:
+    def _settle_execution(self, first: str) -> dict[str, str]:
         """Returns the execution device of every tensor.
 
         Tied weights compute where a module reads them whole.
+
+        Args:
+            first: The execution device of the first units, if they are offloaded.
         """
         ties, owned = self.model.all_tied_weights_keys, dict[str, list[str]]()
         readers = places_of_tied(self.model)
@@ -240,7 +244,7 @@ class ModelLoader(LoadState):
             names = [name for name in owned.get(path, ()) if name not in ties]
             if names:
                 units.setdefault(around or path, []).extend(names)
-        executes = execution_devices(self.devices, self.main, units.items())
+        executes = execution_devices(self.devices, first, units.items())
         self._unit_devices = {unit: executes[names[0]] for unit, names in units.items()}
         executes |= {target: executes.get(source, self.main) for target, source in ties.items()}
         return {name: executes.get(name, self.main) for name in self.devices}

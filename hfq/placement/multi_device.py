@@ -44,11 +44,10 @@ def plan_accelerators(
     Accelerators that are too small offload. The one that offloads the most offloads as little as possible,
     since all of them onload side by side. The CPU stores what is offloaded, and disk the rest.
 
-    The first layer of each part stays on its accelerator, so that a device map alone says where each unit
-    computes (`hfq.placement.device_map.execution_devices`). If the last accelerator is too small for the
-    head, or an accelerator would have room for an offloaded layer, other orders of the parts are tried. If no
-    parts are possible, such as on accelerators with room for fewer than three layers, the largest one
-    computes the whole model, and the others hold nothing.
+    The first layer of each part but the first stays on its accelerator, so that a device map alone says where
+    each unit computes (`hfq.placement.device_map.execution_devices`). If the last accelerator is too small
+    for the head, or an accelerator would have room for an offloaded layer, other orders of the parts are
+    tried. If no parts are possible, the largest one computes the whole model, and the others hold nothing.
 
     Args:
         units: Units of the model, in the order in which they compute.
@@ -153,8 +152,8 @@ class _Parts:
         leaving = self.leaving(part)
         if isinstance(leaving, int):
             return math.inf
-        first = next((unit for unit in self.units(part) if unit.kind in ("block", "other")), None)
-        if first is not None and first in leaving:
+        first = next((unit for unit in self.units(part) if unit.is_offloaded), None)
+        if part.start and first is not None and first in leaving:
             return math.inf
         return sum(unit.nbytes for unit in leaving if unit.kind != "embedding")
 
