@@ -54,7 +54,7 @@ from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.expert_cache import default_limits
-from hfq.offload.guards import InputMover, check_parts
+from hfq.offload.guards import InputMover, WriteGuard, check_parts
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.stored_layers import use_stored
 from hfq.placement.accelerators import check_room
@@ -318,6 +318,9 @@ class ModelLoader(LoadState):
                 self.model,
                 self.pinned,
             )
+            dense = self._hidden - self._quantized_names
+            stored = {f"{name}.{local}" for name, module in brought.items() for local in module.infos}
+            self.model.register_load_state_dict_pre_hook(WriteGuard(stored | dense).check)
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
                     module.prefetch = self.offloader.experts.prefetch

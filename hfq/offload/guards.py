@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,16 @@ from hfq.modules.graph_capture import check_not_captured, is_captured
 from hfq.modules.offloaded_parameter import check_stays
 from hfq.placement.device_map import ancestors
 
-__all__ = ["InputMover", "check_inputs", "check_moves", "check_parts", "in_unit", "own_outputs", "send_to"]
+__all__ = [
+    "InputMover",
+    "WriteGuard",
+    "check_inputs",
+    "check_moves",
+    "check_parts",
+    "in_unit",
+    "own_outputs",
+    "send_to",
+]
 
 
 def check_inputs(name: str, inputs: Sequence[object]) -> None:
@@ -79,6 +88,35 @@ def _apply_in_place(
     for device, name in places.items():
         check_stays(name, device, fn(torch.empty(0, device=device)).device, reason)
     return apply(fn, recurse)
+
+
+class WriteGuard:
+    """Refuses to load values into offloaded weights before anything is written.
+
+    A write would not reach the file, nor the bytes that an accelerator already holds.
+
+    Args:
+        names: Names of the offloaded tensors.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+
+    def check(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Raises an error if a state dict holds an offloaded tensor; a pre-hook of `load_state_dict`.
+
+        Raises:
+            PlacementError: Names the tensor.
+        """
+        found = next((key for key in state_dict if key.removeprefix(prefix) in self._names), None)
+        if found is not None and found.startswith(prefix):
+            raise PlacementError(
+                "load_state_dict cannot write to offloaded weights. Nothing was written.",
+                tensor=found,
+                expected="weights that are in the memory of the device that computes with them",
+                found="an offloaded weight",
+                fix="Load the changed checkpoint with from_pretrained, or pass the other weights only.",
+            )
 
 
 class InputMover:

@@ -97,3 +97,17 @@ def test_a_copy_of_a_model_on_two_accelerators_moves_and_casts_itself(sim, expec
 def test_a_model_on_accelerators_is_not_pickled(sim, placement):
     with pytest.raises(SetupError, match="cannot be pickled"):
         pickle.dumps(load(GPTQ, placement))
+
+
+@pytest.mark.parametrize("placement", MIXED)
+def test_offloaded_weights_are_not_written_by_halves(sim, expected, placement):
+    model = load(GPTQ, MIXED[placement])
+    before = logits(model)
+    state = load(GPTQ, {"": "cpu"}, cpu_memory="private").state_dict()
+    with pytest.raises(PlacementError, match=r"Nothing was written\.") as caught:
+        model.load_state_dict({name: tensor * 2 for name, tensor in state.items()})
+    assert caught.value.tensor.startswith(LAYERS[1])
+    assert torch.equal(logits(model), before)
+    head = {"model.embed_tokens.weight": state["model.embed_tokens.weight"] * 2}
+    model.load_state_dict(head, strict=False)
+    assert not torch.equal(logits(model), before)
