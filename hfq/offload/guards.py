@@ -103,7 +103,7 @@ class WriteGuard:
         self._names = frozenset(names)
 
     def check(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Raises an error if a state dict holds an offloaded tensor; a pre-hook of `load_state_dict`.
+        """Raises an error if a state dict holds an offloaded tensor; a torch pre-hook.
 
         Raises:
             PlacementError: Names the tensor.

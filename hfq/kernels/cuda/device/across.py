@@ -71,7 +71,7 @@ def products_of_group(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Returns sums of products and of activations over the tiles of a group, by channel of a tile."""
+    """Returns sums of products and of activations over the tiles of a group."""
     IS_EVEN: tl.constexpr = LAYOUT.is_even
     group0 = tl.zeros_like(like)
     group1, group2, group3 = group0, group0, group0
