@@ -18,6 +18,7 @@ SUBJECTS = {
     "cli/test_optimum": "the same verbs under optimum-cli",
     "cli/test_vocabulary": "the names of verbs and options",
     "formats/test_goldens": "files that other projects' tools wrote, of every format",
+    "kernels/cuda/test_machine_code": "what the compiler makes of the Triton kernels",
     "plots/test_browser": "the page in a real browser",
 }
 """Files that test something else, with their subject."""
