@@ -8,6 +8,7 @@ __all__ = ["PARTS"]
 
 PARTS = (
     Part(1, "facts", 20, "benchmarks.gpu.facts"),
+    Part(2, "compile", 25, "benchmarks.gpu.compile_table"),
     Part(3, "exact", 60, "benchmarks.gpu.exact"),
     Part(4, "kernels", 85, "benchmarks.gpu.products"),
     Part(5, "link", 25, "benchmarks.gpu.link"),
@@ -16,4 +17,3 @@ PARTS = (
     Part(8, "moe", 60, "benchmarks.gpu.moe", models=("moe-mxfp4",)),
     Part(9, "suite", 90, "benchmarks.gpu.suite"),
 )
-"""Part 2, the compiler's table, is not here yet."""
