@@ -15,7 +15,7 @@ from tests.support.models import GPTQ, load
 
 pytestmark = pytest.mark.accelerator
 TOKENS = torch.arange(8)[None]
-HALVES = {"": "sim:1", "model.embed_tokens": "sim:0", LAYERS[1]: "sim:0", "lm_head": "sim:0"} | dict.fromkeys(
+HALVES = {"": "sim:0", LAYERS[2]: "sim:1", "model.norm": "sim:1"} | dict.fromkeys(
     [LAYERS[0], f"{LAYERS[2]}.self_attn", LAYERS[3]], "disk"
 )
 MAPS = {"1": {"": "sim:0"}, "2": {"": "sim:0", LAYERS[3]: "sim:1"}, **MIXED}
