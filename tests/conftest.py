@@ -9,12 +9,14 @@ import os
 
 import hypothesis
 import pytest
+import torch
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 os.environ["HFQ_DISABLE_CPP"] = "1"
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the first import of Triton; 0 with a GPU
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the first import of Triton
 
 
 @pytest.hookimpl(wrapper=True)

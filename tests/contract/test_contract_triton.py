@@ -12,7 +12,9 @@ from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.kernels.cuda import triton_linear
 from hfq.tensor_spec import TensorSpec
 from tests.contract.test_contract_format import IN, MODULE, OUT
+from tests.support.triton_device import DEVICE
 
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 COUNTS = (1, 3, 4, 16, 17, 64, 65)
 
 
@@ -29,7 +31,11 @@ def exact(case, detected):
             made[spec.name] = exact_values(spec, tensors[spec.name], generator)
     if getattr(weight_format, "multiplier", 1.0) != 1.0:
         made[weight_format.scale] = torch.full_like(tensors[weight_format.scale], 127.0)
-    return weight_format, without_nan(weight_format, made)
+    return weight_format, on_device(without_nan(weight_format, made))
+
+
+def on_device(tensors: dict) -> dict:
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
 def exact_values(spec: TensorSpec, stored: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -65,17 +71,19 @@ def test_products_of_integers_are_exact(exact, dtype):
     for count in COUNTS if dtype == torch.float32 else (1, 16, 65):  # one of each kernel
         few = count <= triton_linear.FEW_ROWS
         weight = weight_format.dequantize(tensors, torch.float32 if few else dtype).double()
-        rows = torch.randint(-2, 3, (count, IN), generator=torch.Generator().manual_seed(count)).to(dtype)
+        rows = torch.randint(-2, 3, (count, IN), generator=torch.Generator().manual_seed(count)).to(
+            DEVICE, dtype
+        )
         found = triton_linear.linear(rows, tensors, weight_format)
         assert torch.equal(found, (rows.double() @ weight.t()).float().to(dtype)), f"{count} rows"
 
 
 def test_random_products_are_within_rounding_of_the_exact_ones(detected):
     """1e-6 of the norm: sums of 256 terms in float32."""
-    weight_format, tensors = detected[MODULE]
+    weight_format, tensors = detected[MODULE][0], on_device(detected[MODULE][1])
     weight = weight_format.dequantize(tensors).double()
     for count in COUNTS:
-        rows = torch.randn(count, IN, generator=torch.Generator().manual_seed(count))
+        rows = torch.randn(count, IN, generator=torch.Generator().manual_seed(count)).to(DEVICE)
         expected = rows.double() @ weight.t()
         found = triton_linear.linear(rows, tensors, weight_format).double()
         assert (found - expected).norm() <= 1e-6 * expected.norm(), f"{count} rows"

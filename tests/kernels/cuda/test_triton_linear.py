@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.kernel_layers import CASES
+from tests.support.triton_device import DEVICE, made, random_rows
 
 pytest.importorskip("triton")
 
@@ -12,12 +13,9 @@ from hfq.kernels.activations import quantize_activations
 from hfq.kernels.cuda import launch, triton_linear
 from hfq.kernels.layer_tensors import LayerTensors
 
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Relative tolerances: float32 sums of some hundred terms, and rounding of the weight and of the result."""
-
-
-def random_rows(count: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(count, in_features, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format) -> None:
@@ -33,7 +31,7 @@ def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_is_multiplied(name):
-    weight_format, tensors = CASES[name].make()
+    weight_format, tensors = made(name)
     in_features = weight_format.shape(tensors)[1]
     for dtype, count in ((torch.float32, 3), (torch.bfloat16, 1), (torch.float16, 17)):
         activations = random_rows(count, in_features, dtype)
@@ -42,9 +40,9 @@ def test_every_layout_is_multiplied(name):
 
 @pytest.mark.parametrize("name", ["w4 act-order", "fp8 blocks of 48x80"])
 def test_many_rows_strides_dimensions_and_a_bias(name, monkeypatch):
-    weight_format, tensors = CASES[name].make()
+    weight_format, tensors = made(name)
     out_features, in_features = weight_format.shape(tensors)
-    biased = tensors | {"bias": torch.linspace(-1, 1, out_features).half()}
+    biased = tensors | {"bias": torch.linspace(-1, 1, out_features).half().to(DEVICE)}
     strided = random_rows(in_features, 8, torch.float32).t()
     rows_apart = random_rows(4, 2 * in_features, torch.bfloat16)[:, :in_features]
     for activations in (strided, rows_apart, random_rows(6, in_features, torch.float32).view(2, 3, -1)):
@@ -64,8 +62,8 @@ def test_every_code_of_fp8_is_decoded_with_its_nan():
     for dtype, name in ((torch.float8_e4m3fn, "fp8 channel"), (torch.float8_e5m2, "fp8 e5m2")):
         weight_format = CASES[name].format
         codes = torch.arange(256, dtype=torch.uint8).view(256, 1).view(dtype)
-        tensors = {"weight": codes, "weight_scale": torch.ones(256, 1)}
-        found = triton_linear.linear(torch.ones(1, 1), tensors, weight_format)[0]
+        tensors = {"weight": codes.to(DEVICE), "weight_scale": torch.ones(256, 1, device=DEVICE)}
+        found = triton_linear.linear(torch.ones(1, 1, device=DEVICE), tensors, weight_format)[0].cpu()
         expected = codes[:, 0].float()
         assert torch.equal(found.isnan() | found.isinf(), expected.isnan() | expected.isinf())
         finite = expected.isfinite()
@@ -80,6 +78,7 @@ def test_activations_are_encoded_as_torch_casts_them():
         [every[every.abs() < 448], torch.linspace(-448, 448, 4001), torch.linspace(-0.02, 0.02, 4001)]
     )
     rows = torch.cat([fine, torch.full((-fine.numel() % 2048,), 448.0)]).view(-1, 2048).clone()
+    rows = rows.to(DEVICE)
     rows[:, 0] = 448.0  # so that every scale is 1
     codes, scales = triton_linear.quantize_rows(rows, ActivationScheme("token"))
     assert scales.eq(1).all()
@@ -97,7 +96,7 @@ def test_activations_are_encoded_as_torch_casts_them():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_rounded_as_in_plain_torch(scheme, dtype):
-    rows = random_rows(5, 300, torch.float32).mul(torch.logspace(-3, 2, 300)).to(dtype)
+    rows = random_rows(5, 300, torch.float32).mul(torch.logspace(-3, 2, 300, device=DEVICE)).to(dtype)
     rows[2] = 0
     codes, scales = triton_linear.quantize_rows(rows, scheme)
     spread = scales.repeat_interleave(scheme.group_size or 300, 1)[:, :300]
@@ -114,7 +113,7 @@ def test_rows_are_rounded_as_in_plain_torch(scheme, dtype):
     ],
 )
 def test_rounded_activations_are_multiplied(name, scheme):
-    weight_format, tensors = CASES[name].make()
+    weight_format, tensors = made(name)
     in_features = weight_format.shape(tensors)[1]
     for dtype in (torch.float32, torch.bfloat16):
         activations = random_rows(3, in_features, dtype)
@@ -123,7 +122,7 @@ def test_rounded_activations_are_multiplied(name, scheme):
 
 
 def test_equal_calls_give_equal_bits():
-    weight_format, tensors = CASES["w4 g32"].make()
+    weight_format, tensors = made("w4 g32")
     activations = random_rows(2, 352, torch.float32)
     first = triton_linear.linear(activations, tensors, weight_format)
     assert torch.equal(first, triton_linear.linear(activations, tensors, weight_format))
@@ -131,7 +130,7 @@ def test_equal_calls_give_equal_bits():
 
 @pytest.mark.parametrize("name", ["w4 g32", "awq g32", "nf4 double-quantized", "fp8 blocks"])
 def test_products_are_the_same_however_a_held_layer_is_launched(name):
-    weight_format, tensors = CASES[name].make()
+    weight_format, tensors = made(name)
     held = LayerTensors(tensors)
     in_features = weight_format.shape(tensors)[1]
     for count in (1, 2, 3, 4, 5, 16, 17, 33, 64):
@@ -142,7 +141,7 @@ def test_products_are_the_same_however_a_held_layer_is_launched(name):
 
 
 def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel():
-    weight_format, tensors = CASES["w4 g32"].make()
+    weight_format, tensors = made("w4 g32")
     rows = random_rows(64, 352, torch.bfloat16)
     few = triton_linear.linear(rows[:4], tensors, weight_format)
     some = triton_linear.linear(rows, tensors, weight_format)

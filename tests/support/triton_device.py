@@ -1,0 +1,23 @@
+"""The device of tests of the Triton kernels: a GPU if there is one, else the CPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+
+from hfq.formats import Format
+from tests.support.kernel_layers import CASES
+
+__all__ = ["DEVICE", "made", "random_rows"]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def made(name: str) -> tuple[Format, dict[str, torch.Tensor]]:
+    """Returns a case's format, and its tensors on the device."""
+    weight_format, tensors = CASES[name].make()
+    return weight_format, {local: tensor.to(DEVICE) for local, tensor in tensors.items()}
+
+
+def random_rows(count: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Returns rows of normal numbers, the same on each device."""
+    return torch.randn(count, in_features, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
