@@ -94,13 +94,18 @@ def values(records: list[Record], ceilings: dict[str, float]) -> Values:
     return {"spills": float(max(stacks))} if stacks else {}
 
 
-def compile_variant(variant: Variant) -> list[Record]:
-    """Returns the counts of the kernels that multiply, without the one that prepares activations."""
+def compile_variant(variant: Variant, experts: int = 0) -> list[Record]:
+    """Returns the counts of the kernels that multiply, without the one that prepares activations.
+
+    Args:
+        variant: The variant.
+        experts: The number of experts; 0 for a layer by itself.
+    """
     name, architecture, rows = variant
     labels = {"kind": "compiled", "format": name, "architecture": architecture, "rows": rows}
     return [
         {**labels, "kernel": launch.kernel.__name__, **asdict(compile_launch(launch, given, architecture))}
-        for launch, given in make_launches(FORMATS[name], SIZE, SIZE, rows, torch.bfloat16)
+        for launch, given in make_launches(FORMATS[name], SIZE, SIZE, rows, torch.bfloat16, experts)
         if launch.kernel.__name__ != "prepare"
     ]
 

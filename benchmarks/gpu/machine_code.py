@@ -16,7 +16,8 @@ import torch
 
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.kernels.cuda.launch import Launch, Product
+from hfq.kernels.cuda.expert_products import ExpertStack, Routing
+from hfq.kernels.cuda.launch import FEW_ROWS, Launch, Product
 from hfq.kernels.cuda.layers import describe
 
 __all__ = ["SHARED_LIMITS", "Compiled", "compile_launch", "make_launches"]
@@ -50,19 +51,39 @@ class Compiled:
 
 
 def make_launches(
-    weight_format: Format, in_features: int, out_features: int, rows: int, dtype: torch.dtype
+    weight_format: Format,
+    in_features: int,
+    out_features: int,
+    rows: int,
+    dtype: torch.dtype,
+    experts: int = 0,
 ) -> Iterator[tuple[Launch, tuple]]:
-    """Yields the launches of a product by a layer, and their arguments, which have shapes alone."""
+    """Yields the launches of a product, and their arguments, which have shapes alone.
+
+    Args:
+        weight_format: The format of the layer.
+        in_features: The size of an input.
+        out_features: The size of an output.
+        rows: The number of rows, or of tokens.
+        dtype: The dtype of the rows.
+        experts: The number of experts, of which each token has one; 0 for a layer by itself.
+    """
     tensors = {
         spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtypes[0]), device="meta")
         for spec in weight_format.tensor_specs(in_features, out_features)
         if spec.role not in ("meta", "bias")
     }
-    layer = describe(weight_format, tensors)
-    product = Product(layer, dtype, rows, None)
     activations = torch.empty(rows, in_features, dtype=dtype, device="meta")
-    out = torch.empty(rows, out_features, dtype=dtype, device="meta")
-    for launch, _, arguments in product.launches(activations, out):
+    if experts:
+        size = 1 if rows <= FEW_ROWS else 16
+        index = torch.empty(rows, 1, dtype=torch.int64, device="meta")
+        routing = Routing.of(index, activations[:, :1], experts, size)
+        stack = ExpertStack([(tensors, weight_format)] * experts)
+        made = stack.product(dtype, size).launches(activations, routing, are_tokens=True)
+    else:
+        out = torch.empty(rows, out_features, dtype=dtype, device="meta")
+        made = Product(describe(weight_format, tensors), dtype, rows, None).launches(activations, out)
+    for launch, _, arguments in made:
         yield launch, arguments
 
 

@@ -15,15 +15,33 @@ from hfq.kernels.cpp.layers import reason_against
 from hfq.kernels.cpp.library import reason_missing, start
 from hfq.kernels.cpu import int8, panels
 from hfq.kernels.cuda import scaled_mm, triton_linear
+from hfq.kernels.cuda.expert_products import ExpertStack, Routing, block_size, multiply_rows
 from hfq.kernels.cuda.libraries import capability
 
-__all__ = ["KERNELS", "Kernel", "check_kernel", "choose_kernel", "explain_kernels"]
+__all__ = ["KERNELS", "ExpertKernel", "Kernel", "check_kernel", "choose_kernel", "explain_kernels"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _nothing(*_: object) -> str | None:
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKernel:
+    """Products by all experts of a layer, see `hfq.kernels.cuda.expert_products`.
+
+    Attributes:
+        stack: `ExpertStack`.
+        routing: `Routing`.
+        block_size: The function of this name.
+        multiply_rows: The function of this name.
+    """
+
+    stack: type[ExpertStack]
+    routing: type[Routing]
+    block_size: Callable[[int, int, int, torch.dtype], int | None]
+    multiply_rows: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +65,7 @@ class Kernel:
             floats, rounded before or not.
         grouped_linear: Multiplies rows by several layers in one call, see
             `hfq.kernels.cpp.kernel.grouped_linear`; None if the kernel has no such function.
+        experts: Multiplies by all experts of a layer on a device; None if the kernel does not.
     """
 
     name: str
@@ -60,6 +79,7 @@ class Kernel:
     refuses: Callable[[Format, int, int], str | None] = _nothing
     refuses_scheme: Callable[[Format, ActivationScheme, int, int], str | None] | None = None
     grouped_linear: Callable[..., torch.Tensor | None] | None = None
+    experts: ExpertKernel | None = None
 
     @property
     def rounds(self) -> bool:
@@ -103,6 +123,7 @@ KERNELS = {
             priority=20,
             lacks=triton_linear.reason_missing,
             refuses=triton_linear.reason_against,
+            experts=ExpertKernel(ExpertStack, Routing, block_size, multiply_rows),
         ),
         Kernel(
             "triton_fp8",

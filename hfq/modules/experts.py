@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from hfq.kernels.registry import Kernel
 from hfq.modules.cpu_experts import CpuExperts
 from hfq.modules.graph_capture import check_not_captured, is_captured, uncompiled
 from hfq.modules.late_tensor import LateTensor
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_stacked
 
 __all__ = ["QuantizedExperts", "SortedExperts"]
 
@@ -21,10 +23,8 @@ class QuantizedExperts(nn.ModuleList):
 
     Its call is `forward(hidden_states, top_k_index, top_k_weights)`. Expert e's layers are the modules
     `<e>.gate_proj`, `<e>.up_proj`, and `<e>.down_proj`. They are `<e>.gate_up_proj` and `<e>.down_proj` if
-    the
-    checkpoint fuses the first two, and `<e>.up_proj` and `<e>.down_proj` without a gate. Each has a flat
-    buffer
-    of its own, so that each expert is placed, read, and saved separately.
+    the checkpoint fuses the first two, and `<e>.up_proj` and `<e>.down_proj` without a gate. Each has a flat
+    buffer of its own, so that each expert is placed, read, and saved separately.
 
     Args:
         experts: The layers of each expert, by local name.
@@ -49,6 +49,7 @@ class QuantizedExperts(nn.ModuleList):
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.prefetch: Callable[[Iterable[QuantizedModule]], None] | None = None
         self.is_late = False
+        self._stacked = StackedExperts(self, _first(self[0]), self._join, apply_gate)
 
     @uncompiled
     def forward(
@@ -67,6 +68,11 @@ class QuantizedExperts(nn.ModuleList):
         """
         if is_captured():
             check_not_captured("A module of quantized experts")
+        stacked = self._stacked.rows_of_block(hidden_states, top_k_index.shape[1])
+        if stacked is not None:
+            result = self._stacked.compute(hidden_states, top_k_index, top_k_weights, *stacked)
+            if result is not None:
+                return result
         chosen = top_k_index.cpu()
         routed = [expert for expert in chosen.unique().tolist() if 0 <= expert < len(self)]
         if self._is_groupable(routed, hidden_states):
@@ -82,11 +88,13 @@ class QuantizedExperts(nn.ModuleList):
                 if layer.is_offloaded and layer.on_cpu is None
             )
         if beside is not None:
-            return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights)
+            return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights, stacked)
         result = torch.zeros_like(hidden_states)
         for expert in routed:
             token, place = torch.where(top_k_index == expert)
-            output = self._compute(self[expert], hidden_states[token]) * top_k_weights[token, place, None]
+            output = (
+                self._compute(self[expert], hidden_states[token], stacked) * top_k_weights[token, place, None]
+            )
             result.index_add_(0, token, output.to(result.dtype))
         return result
 
@@ -104,7 +112,7 @@ class QuantizedExperts(nn.ModuleList):
         tokens = {}
         for expert in routed:
             layers = self[expert].values()  # type: ignore[operator]
-            if all(layer.on_cpu is not None and _is_plain(layer) for layer in layers):
+            if all(layer.on_cpu is not None and is_plain(layer) for layer in layers):
                 token = torch.where(chosen == expert)[0]
                 if all(
                     layer.on_cpu.is_chosen_for(layer, len(token), hidden_states.dtype) for layer in layers
@@ -121,13 +129,14 @@ class QuantizedExperts(nn.ModuleList):
         hidden_states: torch.Tensor,
         chosen: torch.Tensor,
         top_k_weights: torch.Tensor,
+        stacked: tuple[Kernel, int] | None,
     ) -> torch.Tensor:
         """Returns the result of the loop over experts, late if a block waits for it (`is_late`)."""
         found = [torch.stack(torch.where(chosen == expert)) for expert in routed]
         sent = torch.cat(found, 1).pin_memory().to(hidden_states.device, non_blocking=True)
         places = dict(zip(routed, sent.split([each.shape[1] for each in found], 1), strict=True))
         computed = {
-            expert: self._compute(self[expert], hidden_states[places[expert][0]])
+            expert: self._compute(self[expert], hidden_states[places[expert][0]], stacked)
             for expert in routed
             if expert not in beside.tokens
         }
@@ -153,7 +162,7 @@ class QuantizedExperts(nn.ModuleList):
         layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
         return getattr(kernel, "grouped_linear", None) is not None and all(
-            _is_plain(layer)
+            is_plain(layer)
             and layer.kernel is kernel
             and layer.scheme is None
             and layer.fetch is None
@@ -208,9 +217,17 @@ class QuantizedExperts(nn.ModuleList):
             return parts[0]
         return torch.stack(list(parts), -1).flatten(-2) if self.is_interleaved else torch.cat(list(parts), -1)
 
-    def _compute(self, layers: nn.Module, activations: torch.Tensor) -> torch.Tensor:
-        both = self._join([layers[name](activations) for name in _first(layers)])  # type: ignore[index]
-        return layers["down_proj"](self._apply_gate(both))  # type: ignore[index]
+    def _compute(
+        self, layers: nn.Module, activations: torch.Tensor, stacked: tuple[Kernel, int] | None = None
+    ) -> torch.Tensor:
+        """Returns an expert's output, with the bits of `StackedExperts` if the others compute so."""
+
+        def multiply(name: str, rows: torch.Tensor) -> torch.Tensor:
+            layer = layers[name]  # type: ignore[index]
+            return layer(rows) if stacked is None else multiply_as_stacked(layer, rows, *stacked)
+
+        both = self._join([multiply(name, activations) for name in _first(layers)])
+        return multiply("down_proj", self._apply_gate(both))
 
 
 class SortedExperts(QuantizedExperts):
@@ -219,8 +236,7 @@ class SortedExperts(QuantizedExperts):
     Each expert receives every token.
 
     Tokens are already multiplied by the router's weight. It is zero for an expert that is not routed, and so
-    is
-    that expert's output.
+    is that expert's output.
     """
 
     @uncompiled
@@ -238,16 +254,6 @@ class SortedExperts(QuantizedExperts):
         )
         routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
         return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Returns True if calling a layer only multiplies."""
-    return (
-        type(layer) is QuantizedLinear
-        and "forward" not in vars(layer)
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-    )
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:

@@ -15,11 +15,14 @@ VARIANTS = [
     ("int4 in rows", 120, 64),
     ("mxfp4", "gfx942", 16),
 ]
+OF_EXPERTS = [("int4 in rows", 90, 1), ("nf4", 90, 1), ("awq", 90, 1), ("mxfp4", 90, 16), ("awq", 90, 16)]
 
 
 def main() -> None:
-    for variant in VARIANTS:
-        for counts in compile_variant(variant):
+    found = [(variant, compile_variant(variant)) for variant in VARIANTS]
+    found += [(variant, compile_variant(variant, experts=4)) for variant in OF_EXPERTS]
+    for variant, records in found:
+        for counts in records:
             print(((*variant[:2], counts["kernel"]), counts))
 
 

@@ -17,7 +17,18 @@ import torch
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.kernels.cuda.layers import Layer, Layout, fast
 
-__all__ = ["EXPANDED_NBYTES", "FEW_ROWS", "SOME_ROWS", "Product", "expand", "is_interpreted"]
+__all__ = [
+    "EXPANDED_NBYTES",
+    "FEW_ROWS",
+    "SOME_ROWS",
+    "Launch",
+    "Product",
+    "device_code",
+    "expand",
+    "is_interpreted",
+    "tensors_of",
+    "triton_dtype",
+]
 
 FEW_ROWS = 4
 """The most activation rows that are multiplied without tensor cores."""
@@ -82,21 +93,48 @@ class Launch:
             self.compiled[grid](*arguments, *self.constants)
 
 
+Launched = tuple[Launch, Grid, tuple]
+"""A kernel with its grid and its arguments."""
+
+
 class Product:
     """The product of at most `size` rows of a dtype by a layer.
 
     Attributes:
         size: 1, 2, 4, 16, 32, or 64 rows.
         uses_dot: True if tensor cores multiply, by a weight rounded to the dtype of the activations.
+        is_across: True if a word holds codes of several outputs.
+        layer: The layer, loaded in whole words where its sizes allow.
+        bias: The bias, or None.
+        blocks: The sizes of tiles.
+        splits: Parts of the sum.
+        grid: Tiles, splits, and 1.
+        multiply: The kernel that multiplies.
+        sizes: The arguments of the kernel after the number of rows.
+
+    Args:
+        layer: The layer.
+        dtype: The dtype of the activations.
+        count: The most rows.
+        bias: The bias, or None.
+        is_split: False if one program computes each sum.
     """
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, count: int, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        dtype: torch.dtype,
+        count: int,
+        bias: torch.Tensor | None,
+        is_split: bool = True,
+    ) -> None:
         self.uses_dot = count > FEW_ROWS
         self.size = next(size for size in (1, 2, 4, 16, 32, 64) if size >= count)
-        self._bias = bias
-        layer = fast(layer) or layer
-        self._layer, layout = layer, layer.layout
-        self._is_across = layout.loading == "across"
+        self.bias = bias
+        self.layer = layer = fast(layer) or layer
+        layout = layer.layout
+        self.is_across = layout.loading == "across"
+        self._prepared_rows = min(self.size, 4)
         device = device_code()
         self._codec = device.CODECS[layout.codec]
         lacks_exponent = self._codec.exponent and not self.uses_dot
@@ -104,70 +142,78 @@ class Product:
         self._values_dtype = torch.float32 if is_interpreted() or not self.uses_dot else dtype
         self._dtype = triton_dtype(dtype)
         self._rescale = 2.0 ** (self._codec.exponent - (_EXPONENT if lacks_exponent else 0))
-        blocks = self._blocks()
-        self._units = layer.in_features if self._is_across else layer.units
-        self._positions = 1 if self._is_across else layout.positions
-        outputs = layer.out_features // layout.positions if self._is_across else layer.out_features
+        self.blocks = blocks = self._blocks()
+        self._units = layer.in_features if self.is_across else layer.units
+        self._positions = 1 if self.is_across else layout.positions
+        outputs = layer.out_features // layout.positions if self.is_across else layer.out_features
         tiles = -(-outputs // blocks.outputs)
         self._step = blocks.units
-        if self._is_across and not self.uses_dot:
+        if self.is_across and not self.uses_dot:
             self._step = _common(layout.span, layer.in_features, 8 * blocks.units)
         steps = -(-self._units // self._step)
-        splits = max(min(_PROGRAMS // max(tiles, 1), _MOST_SPLITS, steps), 1)
+        splits = max(min(_PROGRAMS // max(tiles, 1), _MOST_SPLITS if is_split else 1, steps), 1)
         self._steps = -(-steps // splits)
-        self._splits = -(-steps // self._steps)
-        self._grid = (tiles, self._splits, 1)
-        is_even = self._step * self._steps * self._splits == self._units and outputs % blocks.outputs == 0
-        self._layer = dataclasses.replace(layer, layout=dataclasses.replace(layout, is_even=is_even))
-        self._multiply = Launch(*self._kernel(blocks), blocks)
-        prepared = layer if not self._is_across else dataclasses.replace(layer, layout=_PLAIN)
+        self.splits = -(-steps // self._steps)
+        self.grid = (tiles, self.splits, 1)
+        is_even = self._step * self._steps * self.splits == self._units and outputs % blocks.outputs == 0
+        self.layer = dataclasses.replace(layer, layout=dataclasses.replace(layout, is_even=is_even))
+        self.multiply = Launch(*self._kernel(blocks), blocks)
+        prepared = layer if not self.is_across else dataclasses.replace(layer, layout=_PLAIN)
         self._prepare_constants = (
             prepared.layout,
             2.0**_EXPONENT if lacks_exponent else 1.0,
             layer.columns is not None,
-            layout.zero != "none" and not self.uses_dot and not self._is_across,
+            layout.zero != "none" and not self.uses_dot and not self.is_across,
             self._dtype if self.uses_dot else triton_dtype(torch.float32),
             self._dot,
-            min(self.size, 4),
+            self._prepared_rows,
             _PREPARED_AT_ONCE,
         )
         self._prepare: dict[bool, Launch] = {}
-        self._rest = self._arguments()
+        self.sizes = self._sizes()
+        self._tensors = tensors_of(layer)
 
     def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiplies rows [count, in_features], dense in a row, into out [count, out_features]."""
         for launch, grid, arguments in self.launches(rows, out):
             launch(grid, *arguments)
 
-    def launches(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[tuple[Launch, Grid, tuple], ...]:
+    def launches(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[Launched, ...]:
         """Returns the kernels of a product in their order, with their grids and arguments."""
-        layer, device, size = self._layer, rows.device, self.size
+        layer, device, size = self.layer, rows.device, self.size
+        prepare, inputs = self.prepared(rows, size)
+        parts = thread_buffer("triton parts", torch.float32, device, size * self.splits * layer.out_features)
+        counters = thread_buffer("triton counters", torch.int32, device, self.grid[0], is_zero=True)
+        bias = self.bias if self.bias is not None else inputs[0]
+        multiplied = *inputs, *self._tensors, bias, out, parts, counters, rows.shape[0], *self.sizes
+        return prepare, (self.multiply, self.grid, multiplied)
+
+    def prepared(self, rows: torch.Tensor, size: int) -> tuple[Launched, tuple[torch.Tensor, ...]]:
+        """Returns the launch that prepares rows, and what it writes for `size` rows."""
+        layer, device = self.layer, rows.device
+        programs = -(-size // self._prepared_rows)
+        size = programs * self._prepared_rows
         values = thread_buffer(
             "triton values", self._values_dtype, device, size * self._positions * self._units
         )
         sums = thread_buffer("triton sums", torch.float32, device, size * self._units)
-        parts = thread_buffer("triton parts", torch.float32, device, size * self._splits * layer.out_features)
-        counters = thread_buffer("triton counters", torch.int32, device, self._grid[0], is_zero=True)
         is_aligned = rows.data_ptr() % 16 == 0
         prepare = self._prepare.get(is_aligned)
         if prepare is None:
             prepare = Launch(device_code().prepare, self._prepare_constants, Blocks(_PREPARED_AT_ONCE, 1))
             self._prepare[is_aligned] = prepare
         columns = layer.columns if layer.columns is not None else values
-        grid = (-(-size // 4), -(-self._units // _PREPARED_AT_ONCE), 1)
+        grid = (programs, -(-self._units // _PREPARED_AT_ONCE), 1)
         count, in_features = rows.shape
-        prepared = rows, columns, values, sums, count, in_features, self._units, rows.stride(0)
-        first = (values, sums) if not (self._is_across or self.uses_dot) else (values,)
-        bias = self._bias if self._bias is not None else values
-        before, after = self._rest
-        multiplied = *first, *before, bias, out, parts, counters, count, *after
-        return (prepare, grid, prepared), (self._multiply, self._grid, multiplied)
+        arguments = rows, columns, values, sums, count, in_features, self._units, rows.stride(0)
+        inputs = (values, sums) if not (self.is_across or self.uses_dot) else (values,)
+        return (prepare, grid, arguments), inputs
 
     def _blocks(self) -> Blocks:
         """Returns the tile sizes; those of the input decide bits, and are not tuned."""
-        layout = self._layer.layout
-        if self._is_across:
-            units = _common(layout.span, self._layer.in_features, 32)
+        layout = self.layer.layout
+        if self.is_across:
+            units = _common(layout.span, self.layer.in_features, 32)
             if self.uses_dot:
                 return Blocks(units, max(64 // layout.positions, 16))
             return Blocks(32, 16 if self.size == 1 else 8, 8 if self.size == 4 else 4)
@@ -177,15 +223,15 @@ class Product:
             return Blocks(32, 64, stages=1 if layout.codec == "table" else 2)
         is_single = self.size == 1 and layout.count == 1
         warps = 8 if self.size == 4 else 4
-        if self._layer.code_word == 1:
+        if self.layer.code_word == 1:
             return Blocks(64, 32 if is_single else 16, warps)
         return Blocks(32, 64 if is_single else 32, warps)
 
     def _kernel(self, blocks: Blocks) -> tuple[Any, tuple]:
         """Returns the kernel and its constants."""
-        device, layout, ends = device_code(), self._layer.layout, (self._steps, self._splits)
-        has_bias, dtype, size = self._bias is not None, self._dtype, self.size
-        if self._is_across:
+        device, layout, ends = device_code(), self.layer.layout, (self._steps, self.splits)
+        has_bias, dtype, size = self.bias is not None, self._dtype, self.size
+        if self.is_across:
             start = (layout, has_bias, dtype)
             if self.uses_dot:
                 return device.some_across, (*start, self._dot, size, blocks.units, blocks.outputs, *ends)
@@ -196,23 +242,23 @@ class Product:
             return device.some, (*common, self._dot, size, blocks.units, blocks.outputs, *ends)
         return device.few, (*common, size, blocks.units, blocks.outputs, *ends)
 
-    def _arguments(self) -> tuple[tuple, tuple]:
-        """Returns the arguments between activations and bias, and those after the number of rows."""
-        layer = self._layer
-        spare, sizes = layer.scales, (layer.out_features, layer.in_features)
-        zeros, shared = _either(layer.zeros, spare), _either(layer.shared, spare)
+    def _sizes(self) -> tuple[int | float, ...]:
+        """Returns the sizes and strides, and at the end the numbers that belong to one layer."""
+        layer = self.layer
+        sizes, codes = (layer.out_features, layer.in_features), (layer.code_word, layer.code_other)
         steps = (layer.scale_n, layer.scale_g, layer.zero_word, layer.zero_other, layer.factor)
-        if self._is_across:
-            return (layer.codes, layer.scales, zeros, shared), (
-                *sizes,
-                layer.code_word,
-                layer.code_other,
-                *steps,
-            )
-        others = (layer.index, layer.table, layer.nested, layer.nested_table)
-        before = (layer.codes, layer.scales, zeros, *(_either(other, spare) for other in others), shared)
-        after = (self._units, layer.code_word, layer.code_other, layer.slab, *steps, layer.nested_offset)
-        return before, (*sizes, *after)
+        if self.is_across:
+            return *sizes, *codes, *steps
+        return *sizes, self._units, *codes, layer.slab, *steps, layer.nested_offset
+
+
+def tensors_of(layer: Layer) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of a layer in the order of a kernel's arguments."""
+    others: tuple[torch.Tensor | None, ...] = ()
+    if layer.layout.loading != "across":
+        others = layer.index, layer.table, layer.nested, layer.nested_table
+    spare = layer.scales
+    return layer.codes, spare, *(_either(other, spare) for other in (layer.zeros, *others, layer.shared))
 
 
 def expand(panel: torch.Tensor, layer: Layer, first: int) -> None:

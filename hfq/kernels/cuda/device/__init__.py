@@ -10,6 +10,27 @@ from hfq.kernels.cuda.device.across import few_across, some_across
 from hfq.kernels.cuda.device.along import few, prepare, some
 from hfq.kernels.cuda.device.codecs import CODECS
 from hfq.kernels.cuda.device.expand import expand
+from hfq.kernels.cuda.device.experts import (
+    combine,
+    few_across_of_expert,
+    few_of_expert,
+    some_across_of_expert,
+    some_of_expert,
+)
 from hfq.kernels.cuda.device.rounding import round_e4m3
 
-__all__ = ["CODECS", "expand", "few", "few_across", "prepare", "round_e4m3", "some", "some_across"]
+__all__ = [
+    "CODECS",
+    "combine",
+    "expand",
+    "few",
+    "few_across",
+    "few_across_of_expert",
+    "few_of_expert",
+    "prepare",
+    "round_e4m3",
+    "some",
+    "some_across",
+    "some_across_of_expert",
+    "some_of_expert",
+]
