@@ -9,7 +9,7 @@ from torch import nn
 
 from hfq.kernels.registry import Kernel
 from hfq.modules.cpu_experts import CpuExperts
-from hfq.modules.graph_capture import check_not_captured, is_captured, uncompiled
+from hfq.modules.graph_capture import check_not_captured, check_not_recorded, is_captured, uncompiled
 from hfq.modules.late_tensor import LateTensor
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
@@ -73,6 +73,7 @@ class QuantizedExperts(nn.ModuleList):
             result = self._stacked.compute(hidden_states, top_k_index, top_k_weights, *stacked)
             if result is not None:
                 return result
+        check_not_recorded("A module of experts", "its experts compute one by one, as the host routes them")
         chosen = top_k_index.cpu()
         routed = [expert for expert in chosen.unique().tolist() if 0 <= expert < len(self)]
         if self._is_groupable(routed, hidden_states):

@@ -15,7 +15,7 @@ from torch._C._dynamo import eval_frame
 
 from hfq.errors import SetupError
 
-__all__ = ["check_not_captured", "is_captured", "uncompiled"]
+__all__ = ["check_not_captured", "check_not_recorded", "is_captured", "uncompiled"]
 
 _F = TypeVar("_F", bound=Callable)
 _REASON = "A graph holds neither hfq's kernels nor offloaded weights. Fix: Leave fullgraph=True out."
@@ -72,6 +72,25 @@ def check_not_captured(name: str) -> None:
             expected="a call of the model",
             found=found,
             fix="Call the model itself, or compile it by torch.compile without fullgraph=True.",
+        )
+
+
+def check_not_recorded(name: str, reason: str) -> None:
+    """Checks that no CUDA graph records the current stream.
+
+    Args:
+        name: The module that computes.
+        reason: Why a graph cannot hold it, for the message.
+
+    Raises:
+        SetupError: A CUDA graph is recorded.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise SetupError(
+            f"{name} cannot be recorded in a CUDA graph: {reason}.",
+            expected="quantized layers in the memory of the device, without hooks or adapters",
+            found=reason,
+            fix='Load the model with device_map={"": 0}, or call it outside of torch.cuda.graph.',
         )
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from hfq.checkpoint import Reader
 from hfq.errors import HfqError, PlacementError
-from hfq.modules.graph_capture import check_not_captured, is_captured
+from hfq.modules.graph_capture import check_not_captured, check_not_recorded, is_captured
 from hfq.modules.offloaded_parameter import check_stays
 from hfq.placement.device_map import ancestors
 
@@ -36,10 +36,11 @@ def check_inputs(name: str, inputs: Sequence[object]) -> None:
 
     Raises:
         PlacementError: An input is on meta.
-        SetupError: torch records a graph, which would keep tensors of the offload buffer.
+        SetupError: torch or CUDA records a graph, which would keep tensors of the offload buffer.
     """
     if is_captured():
         check_not_captured(name)
+    check_not_recorded(name, "its weights are offloaded, and a replay would read no bytes")
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
         raise PlacementError(
             f"{name} received an input on meta: model code moved it to the device of an offloaded weight.",

@@ -28,16 +28,18 @@ def thread_buffer(
 
     Each stream of an accelerator has its own, since another stream may not have computed with the contents
     yet. The buffer is allocated outside inference mode, so that every mode may write it. A FakeTensor belongs
-    to the mode that created it and is not kept.
+    to the mode that created it and is not kept. Nor is a buffer that a CUDA graph records: it belongs to the
+    graph, and its zeros are written by each replay.
     """
     is_accelerator = device.type not in ("cpu", "meta")
     stream = torch.accelerator.current_stream(device).stream_id if is_accelerator else 0
     kept, key = _buffers.kept, (use, dtype, device, stream)
-    buffer = kept.get(key)
+    is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    buffer = None if is_recorded else kept.get(key)
     if buffer is None or buffer.numel() < numel:
         with torch.inference_mode(False):
             buffer = (torch.zeros if is_zero else torch.empty)(numel, dtype=dtype, device=device)
-        if type(buffer) is torch.Tensor:
+        if type(buffer) is torch.Tensor and not is_recorded:
             kept[key] = buffer
     return buffer[:numel]
 
