@@ -153,8 +153,7 @@ class ModelLoader(LoadState):
         self.plan = self._make_plan(names)
         remember_plan(self.plan.nbytes_by_device())
         self._check_room()
-        with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
-            self._load_rows()
+        self._load_rows()
         return None if device_map is None else self._execution_map(device_map)
 
     def _check_room(self) -> None:

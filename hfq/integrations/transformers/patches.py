@@ -55,6 +55,7 @@ from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.scatter import described_folder
 from hfq.integrations.deepspeed.start_ranks import start_distributed
+from hfq.integrations.transformers.interpreter import pausing_collection
 from hfq.loading.argument_checks import check_arguments, open_local
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
@@ -321,6 +322,7 @@ def _hiding_counts() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
+@pausing_collection()
 def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load with hfq: checks first, no other load at the same time, one kind of error."""
     check_arguments(kwargs)

@@ -9,6 +9,7 @@ import torch
 from transformers.quantizers.base import HfQuantizer
 
 from hfq.import_hook import run_pending
+from hfq.integrations.transformers.interpreter import without_torch_modes
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.context import load_context
 from hfq.placement.device_map import AUTOMATIC, check_device
@@ -53,7 +54,8 @@ class HfqQuantizer(HfQuantizer):
             device_map: The map of the user, or the map that transformers inferred. transformers keeps this
                 dict, so its entries are replaced.
         """
-        execution_map = self.loading.place(device_map, self._max_memory)  # type: ignore[union-attr]
+        with without_torch_modes():
+            execution_map = self.loading.place(device_map, self._max_memory)  # type: ignore[union-attr]
         if device_map is not None and execution_map is not None:
             device_map.clear()
             device_map.update(execution_map)
@@ -96,8 +98,9 @@ class HfqQuantizer(HfQuantizer):
         from hfq.integrations.transformers.load_kinds import choose_loader
         from hfq.loading.meta_model import MetaModelReached
 
-        loader = choose_loader(self.quantization_config, model)
-        self.loading = loader(model, self.quantization_config, checkpoint_files, self._dtype)
+        with without_torch_modes():
+            loader = choose_loader(self.quantization_config, model)
+            self.loading = loader(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
         if load_context().stops_at_meta_model:
             raise MetaModelReached(self.loading)

@@ -92,12 +92,11 @@ class SlicedLoader(ModelLoader):
         started, before = time.perf_counter(), self.reader.counters.bytes_read
         self.main = str((device_map or {}).get("", "cpu"))
         check_same_plan(meet(self._digests()))
-        with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
-            for work in (self._cut, self._read):
-                _, error = attempt(
-                    lambda work=work: [work(name, module) for name, module in self.quantized.items()]
-                )
-                raise_together(error)
+        for work in (self._cut, self._read):
+            _, error = attempt(
+                lambda work=work: [work(name, module) for name, module in self.quantized.items()]
+            )
+            raise_together(error)
         self._index.clear()
         self._check_settled()
         self.devices = dict.fromkeys([*self._quantized_names, *self._tensor_names()], self.main)
