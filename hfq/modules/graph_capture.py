@@ -14,6 +14,7 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from hfq.errors import SetupError
+from hfq.formats.codecs.thread_buffers import is_graph_recorded
 
 __all__ = ["check_not_captured", "check_not_recorded", "is_captured", "uncompiled"]
 
@@ -85,12 +86,13 @@ def check_not_recorded(name: str, reason: str) -> None:
     Raises:
         SetupError: A CUDA graph is recorded.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    device = torch.accelerator.current_accelerator()
+    if device is not None and is_graph_recorded(device):
         raise SetupError(
             f"{name} cannot be recorded in a CUDA graph: {reason}.",
             expected="quantized layers in the memory of the device, without hooks or adapters",
             found=reason,
-            fix='Load the model with device_map={"": 0}, or call it outside of torch.cuda.graph.',
+            fix='Load the model with device_map={"": 0}, or call it outside of the graph.',
         )
 
 

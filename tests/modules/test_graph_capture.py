@@ -8,26 +8,28 @@ from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
 from tests.support.models import GPTQ, load
 
 
-@pytest.fixture
-def recording(monkeypatch):
-    """A CUDA graph that seems to record the current stream."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+def start_recording(monkeypatch) -> None:
+    """Makes a CUDA graph seem to record the current stream."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-def test_an_offloaded_layer_names_itself_and_the_model_stays_usable(recording, monkeypatch):
-    model = load(GPTQ, {"": "cpu", "model.layers.2": "disk"})
+def test_an_offloaded_layer_names_itself_and_the_model_stays_usable(monkeypatch):
+    model, resident = load(GPTQ, {"": "cpu", "model.layers.2": "disk"}), load(GPTQ)
     tokens = torch.arange(4)[None]
+    start_recording(monkeypatch)
     with torch.no_grad(), pytest.raises(hfq.SetupError, match=r"model\.layers\.2.*CUDA graph.*offloaded"):
         model(tokens)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits, load(GPTQ)(tokens).logits)
+        assert torch.equal(model(tokens).logits, resident(tokens).logits)
 
 
-def test_resident_layers_may_be_recorded(recording):
+def test_resident_layers_may_be_recorded(monkeypatch):
+    model = load(GPTQ)
+    start_recording(monkeypatch)
     with torch.no_grad():
-        assert load(GPTQ)(torch.arange(4)[None]).logits.isfinite().all()
+        assert model(torch.arange(4)[None]).logits.isfinite().all()
 
 
 def test_buffers_of_a_recorded_graph_are_not_kept(monkeypatch):

@@ -158,12 +158,13 @@ class Product:
         is_even = self._step * self._steps * self.splits == self._units and outputs % blocks.outputs == 0
         self.layer = dataclasses.replace(layer, layout=dataclasses.replace(layout, is_even=is_even))
         self.multiply = Launch(*self._kernel(blocks), blocks)
+        self._has_sums = layout.zero != "none" and not self.uses_dot and not self.is_across
         prepared = layer if not self.is_across else dataclasses.replace(layer, layout=_PLAIN)
         self._prepare_constants = (
             prepared.layout,
             2.0**_EXPONENT if lacks_exponent else 1.0,
             layer.columns is not None,
-            layout.zero != "none" and not self.uses_dot and not self.is_across,
+            self._has_sums,
             self._dtype if self.uses_dot else triton_dtype(torch.float32),
             self._dot,
             self._prepared_rows,
@@ -182,8 +183,13 @@ class Product:
         """Returns the kernels of a product in their order, with their grids and arguments."""
         layer, device, size = self.layer, rows.device, self.size
         prepare, inputs = self.prepared(rows, size)
-        parts = thread_buffer("triton parts", torch.float32, device, size * self.splits * layer.out_features)
-        counters = thread_buffer("triton counters", torch.int32, device, self.grid[0], is_zero=True)
+        parts = counters = out  # read and written by split sums alone
+        if self.splits > 1:
+            numel = size * self.splits * layer.out_features
+            parts = thread_buffer("triton parts", torch.float32, device, numel, is_whole=True)
+            counters = thread_buffer(
+                "triton counters", torch.int32, device, self.grid[0], is_zero=True, is_whole=True
+            )
         bias = self.bias if self.bias is not None else inputs[0]
         multiplied = *inputs, *self._tensors, bias, out, parts, counters, rows.shape[0], *self.sizes
         return prepare, (self.multiply, self.grid, multiplied)
@@ -193,10 +199,10 @@ class Product:
         layer, device = self.layer, rows.device
         programs = -(-size // self._prepared_rows)
         size = programs * self._prepared_rows
-        values = thread_buffer(
-            "triton values", self._values_dtype, device, size * self._positions * self._units
-        )
-        sums = thread_buffer("triton sums", torch.float32, device, size * self._units)
+        numel = size * self._positions * self._units
+        sums = values = thread_buffer("triton values", self._values_dtype, device, numel, is_whole=True)
+        if self._has_sums:
+            sums = thread_buffer("triton sums", torch.float32, device, size * self._units, is_whole=True)
         is_aligned = rows.data_ptr() % 16 == 0
         prepare = self._prepare.get(is_aligned)
         if prepare is None:
