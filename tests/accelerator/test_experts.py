@@ -141,10 +141,10 @@ def test_the_accelerator_goes_on_while_experts_compute_on_the_cpu(sim, checkpoin
     block, is_queued, found = model.model.layers[0].mlp, threading.Event(), []
     compute, main = QuantizedExperts._compute, threading.get_ident()
 
-    def compute_late(experts, layers, activations):
+    def compute_late(experts, layers, activations, *stacked):
         if threading.get_ident() != main:
             found.append((activations.device.type, is_queued.wait(20)))
-        return compute(experts, layers, activations)
+        return compute(experts, layers, activations, *stacked)
 
     monkeypatch.setattr(QuantizedExperts, "_compute", compute_late)
     block.shared_expert_gate.register_forward_hook(lambda *_: is_queued.set())
