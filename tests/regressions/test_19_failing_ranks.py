@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from tests.support.models import GPTQ
 
 
 def test_a_collective_ends_after_other_threads_have_released_its_tensors(monkeypatch):
-    released = threading.Event()
+    sent = []
 
     def hold(tensors):
+        sent.append(weakref.ref(tensors[0]))
         time.sleep(0.2)
         tensors.clear()
-        released.set()
 
     def all_gather_object(found, value):
         found[0] = value
@@ -29,7 +30,7 @@ def test_a_collective_ends_after_other_threads_have_released_its_tensors(monkeyp
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     assert ranks.exchange("x") == ["x"]
-    assert released.is_set()
+    assert [tensor() for tensor in sent] == [None]
 
 
 @pytest.mark.slow
