@@ -34,6 +34,7 @@ def device(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(triton_linear, "_reason_not_launched", lambda: None)
+        monkeypatch.setattr(scaled_mm, "_reason_against_blocks", lambda: None)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
 
     yield make
@@ -49,7 +50,8 @@ def device(monkeypatch):
         (Mxfp4(), None, "triton"),
         (Gptq(5, is_planar=True), None, "triton"),
         (Unquantized(), None, "reference"),
-        (BLOCKS, GROUP, "triton_fp8"),
+        (BLOCKS, GROUP, "scaled_mm"),
+        (Fp8(strategy="block", block_structure=(128, 64)), GROUP, "triton_fp8"),
         (Fp8(), TOKEN, "scaled_mm"),
         (Fp8(strategy="tensor"), TENSOR, "scaled_mm"),
         (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton_fp8"),
@@ -82,6 +84,14 @@ def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
             "it needs compute capability 9.0 or later, the device has 8.9",
         ),
         ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "not used: scaled_mm is preferred"),
+        (
+            (10, 0),
+            BLOCKS,
+            GROUP,
+            "triton_fp8",
+            "scaled_mm",
+            "it needs compute capability 9.0, the device has 10.0",
+        ),
         ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 8.0, the device has 7.0"),
     ],
 )
@@ -97,6 +107,8 @@ def test_sizes_that_the_library_does_not_take_are_left_to_triton(device):
     reasons = explain_kernels("auto", Fp8(), 256, 250, "cuda", TOKEN)
     assert reasons["scaled_mm"] == "250 x 256 is no multiple of 16"
     assert reasons["triton_fp8"] is None
+    reasons = explain_kernels("auto", BLOCKS, 256, 192, "cuda", GROUP)
+    assert reasons["scaled_mm"] == "192 x 256 is no multiple of 128"
 
 
 def test_without_triton_the_reference_multiplies(device):
@@ -177,14 +189,7 @@ PROBES = [
         False,
         "it needs compute capability 9.0, the device has 10.0",
     ),
-    (
-        "scaled_mm blockwise",
-        (9, 0),
-        "13.0",
-        (),
-        False,
-        "hfq does not call it: the layout of its scales is untested",
-    ),
+    ("scaled_mm blockwise", (9, 0), "13.0", (), True, "compute capability 9.0"),
     ("marlin", (8, 0), "13.0", (), False, "gptqmodel is not installed"),
     ("marlin", (8, 0), "13.0", ("gptqmodel",), False, libraries._GPTQMODEL),
     (

@@ -39,12 +39,7 @@ class Library:
 LIBRARIES = {
     "scaled_mm tensorwise": Library((8, 9)),
     "scaled_mm rowwise": Library((9, 0)),
-    "scaled_mm blockwise": Library(
-        (9, 0),
-        (9, 0),
-        (12, 9),
-        unused="hfq does not call it: the layout of its scales is untested",
-    ),
+    "scaled_mm blockwise": Library((9, 0), (9, 0), (12, 9)),
     "marlin": Library((7, 5), package="gptqmodel", unused=_GPTQMODEL),
     "machete": Library((9, 0), (9, 0), package="gptqmodel", unused=_GPTQMODEL),
     "kernels hub": Library(
