@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,12 @@ from hfq.errors import SetupError, nearest
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels import reference
 from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp.expert_products import ExpertProducts, Layers
 from hfq.kernels.cpp.layers import reason_against
 from hfq.kernels.cpp.library import reason_missing, start
 from hfq.kernels.cpu import int8, panels
+from hfq.kernels.cuda import expert_products as cuda
 from hfq.kernels.cuda import scaled_mm, triton_linear
-from hfq.kernels.cuda.expert_products import ExpertStack, Routing, block_size, multiply_rows
 from hfq.kernels.cuda.libraries import capability
 
 __all__ = ["KERNELS", "ExpertKernel", "Kernel", "check_kernel", "choose_kernel", "explain_kernels"]
@@ -29,19 +30,20 @@ def _nothing(*_: object) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKernel:
-    """Products by all experts of a layer, see `hfq.kernels.cuda.expert_products`.
+    """Products by all experts of a layer.
 
     Attributes:
-        stack: `ExpertStack`.
-        routing: `Routing`.
-        block_size: The function of this name.
-        multiply_rows: The function of this name.
+        products: `ExpertProducts` of `hfq.kernels.cpp.expert_products`, or a class with its methods.
+        block_size: See `hfq.kernels.cuda.expert_products.block_size`.
+        multiply_rows: Multiplies by one expert with the bits of `products`, see
+            `hfq.kernels.cuda.expert_products.multiply_rows`; None if `Kernel.linear` does.
+        needs_all: True if products read the weights of all experts of a layer, routed or not.
     """
 
-    stack: type[ExpertStack]
-    routing: type[Routing]
+    products: Callable[[Sequence[Layers], Layers, bool], ExpertProducts | cuda.ExpertProducts]
     block_size: Callable[[int, int, int, torch.dtype], int | None]
-    multiply_rows: Callable[..., torch.Tensor]
+    multiply_rows: Callable[..., torch.Tensor] | None = None
+    needs_all: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ KERNELS = {
             lacks=reason_missing,
             refuses=reason_against,
             grouped_linear=cpu.grouped_linear,
+            experts=ExpertKernel(ExpertProducts, lambda *_: 0, needs_all=False),
         ),
         Kernel(
             "int8",
@@ -123,7 +126,7 @@ KERNELS = {
             priority=20,
             lacks=triton_linear.reason_missing,
             refuses=triton_linear.reason_against,
-            experts=ExpertKernel(ExpertStack, Routing, block_size, multiply_rows),
+            experts=ExpertKernel(cuda.ExpertProducts, cuda.block_size, cuda.multiply_rows),
         ),
         Kernel(
             "triton_fp8",

@@ -49,7 +49,9 @@ class QuantizedExperts(nn.ModuleList):
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.prefetch: Callable[[Iterable[QuantizedModule]], None] | None = None
         self.is_late = False
-        self._stacked = StackedExperts(self, _first(self[0]), self._join, apply_gate)
+        self._stacked = StackedExperts(
+            self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
+        )
 
     @uncompiled
     def forward(

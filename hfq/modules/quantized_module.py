@@ -13,6 +13,7 @@ from torch import nn
 from hfq.errors import PlacementError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.modules.changes import note_change
 from hfq.modules.flat_buffer import FlatBuffer
 from hfq.modules.graph_capture import check_not_captured, is_captured
 from hfq.modules.offloaded_parameter import OffloadedParameter, check_stays
@@ -39,6 +40,21 @@ _RESERVED = (
 )
 """Attributes of subclasses; no stored tensor may take one of these names."""
 
+_DECISIVE = frozenset(
+    {
+        "accelerated",
+        "fetch",
+        "forward",
+        "is_offloaded",
+        "kernel",
+        "on_cpu",
+        "onload_device",
+        "scheme",
+        "weight_format",
+    }
+)
+"""Attributes that decide how a layer computes, see `changes`."""
+
 
 class _StoredParameters(dict[str, nn.Parameter | None]):
     """Parameters of a quantized module, with an error for code that takes a float weight out.
@@ -53,10 +69,19 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
     def __missing__(self, key: str) -> NoReturn:
         raise _no_parameter(self.module, key)
 
+    def __setitem__(self, key: str, value: nn.Parameter | None) -> None:
+        super().__setitem__(key, value)
+        note_change()
+
+    def clear(self) -> None:
+        super().clear()
+        note_change()
+
     def __delitem__(self, key: str) -> None:
         if key == "weight" or key not in self:
             raise _no_parameter(self.module, key)
         super().__delitem__(key)
+        note_change()
 
 
 class QuantizedModule(nn.Module):
@@ -108,6 +133,19 @@ class QuantizedModule(nn.Module):
             taken = {*vars(self), *self._attributes.values()}
             self._attributes[local] = _attribute(local, taken, _names_of(type(self)))  # type: ignore[arg-type]
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _DECISIVE:
+            note_change()
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        note_change()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        note_change()
+        return super().register_forward_pre_hook(*args, **kwargs)
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keeps these tensors, without a copy, as frozen parameters under their checkpoint names."""

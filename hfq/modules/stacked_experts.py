@@ -1,13 +1,15 @@
-"""Experts of a layer that compute together on an accelerator, with the device's own routing."""
+"""Experts of a layer that compute together, without a call for each expert."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from hfq.kernels.registry import Kernel
+from hfq.modules.changes import changes
 from hfq.modules.linear import QuantizedLinear
 
 __all__ = ["StackedExperts", "is_plain", "multiply_as_stacked"]
@@ -34,21 +36,58 @@ def multiply_as_stacked(layer: nn.Module, rows: torch.Tensor, kernel: Kernel, si
         kernel: See `StackedExperts.rows_of_block`.
         size: See `StackedExperts.rows_of_block`.
     """
-    if not is_plain(layer) or layer.scheme is not None or layer.on_cpu is not None:
+    multiply = None if kernel.experts is None else kernel.experts.multiply_rows
+    if multiply is None or not is_plain(layer) or layer.scheme is not None or layer.on_cpu is not None:
         return layer(rows)
     if (layer.kernel if rows.is_cpu else layer.accelerated) is not kernel:
         return layer(rows)
-    return kernel.experts.multiply_rows(rows, layer.onloaded_tensors(), layer.weight_format, size)
+    return multiply(rows, layer.onloaded_tensors(), layer.weight_format, size)
+
+
+@dataclass
+class _Kept:
+    """The products of a module of experts, and what they depend on.
+
+    Attributes:
+        number: `changes()` at the last comparison.
+        kernel: The kernel that multiplies.
+        device: The device that computes.
+        layers: The layers of each expert.
+        sources: What each layer's place depends on, see `_source`.
+        products: The products; None if experts compute one by one.
+        places: The parameters of each expert, and their addresses.
+    """
+
+    number: int
+    kernel: Kernel
+    device: torch.device
+    layers: list[list[nn.Module]]
+    sources: list[tuple]
+    products: Callable[..., torch.Tensor | None] | None = None
+    places: list[tuple[list[nn.Parameter], list[int]]] = field(default_factory=list)
+
+    def holds(self, experts: nn.ModuleList, routed: Iterable[int]) -> bool:
+        """Returns True if the routed experts are the same modules, in the same memory."""
+        modules = list(experts._modules.values())
+        for expert in routed:
+            if list(modules[expert]._modules.values()) != self.layers[expert]:
+                return False
+            if self.places:
+                parameters, places = self.places[expert]
+                if list(map(torch.Tensor.data_ptr, parameters)) != places:
+                    return False
+        return True
 
 
 class StackedExperts:
-    """The stacks of a module of experts, replaced if a layer changes.
+    """The products of a module of experts, replaced if a layer changes.
 
     Args:
         experts: The layers of each expert, by local name.
         first: The projections that multiply an expert's input, in the order of their outputs.
         join: Returns gate and up channels in the order that `apply_gate` expects.
         apply_gate: The model's own gating.
+        is_joined: True if `join` returns the outputs of `first` one after the other.
     """
 
     def __init__(
@@ -57,27 +96,28 @@ class StackedExperts:
         first: Sequence[str],
         join: Join,
         apply_gate: Callable[[torch.Tensor], torch.Tensor],
+        is_joined: bool,
     ) -> None:
         self._experts, self._first, self._join, self._apply_gate = experts, first, join, apply_gate
-        self._sources: list[tuple] = []
-        self._stacks: dict | None = None
+        self._is_joined = is_joined
+        self._kept: _Kept | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_sources": [], "_stacks": None}  # a copy makes its own
+        return {**vars(self), "_kept": None}  # a copy makes its own
 
     def rows_of_block(self, hidden_states: torch.Tensor, top_k: int) -> tuple[Kernel, int] | None:
         """Returns the kernel and the rows of a block, or None if experts compute one by one."""
         layer = next(iter(self._experts[0].values()))  # type: ignore[operator]
         kernel = getattr(layer, "kernel" if hidden_states.is_cpu else "accelerated", None)
-        products = getattr(kernel, "experts", None)
+        experts = getattr(kernel, "experts", None)
         is_float = hidden_states.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if kernel is None or products is None or not is_float or not hidden_states.numel():
+        if kernel is None or experts is None or not is_float or not hidden_states.numel():
             return None
         if torch.is_autocast_enabled(hidden_states.device.type) or (
             torch.is_grad_enabled() and hidden_states.requires_grad
         ):
             return None
-        size = products.block_size(len(hidden_states), top_k, len(self._experts), hidden_states.dtype)
+        size = experts.block_size(len(hidden_states), top_k, len(self._experts), hidden_states.dtype)
         return None if size is None else (kernel, size)
 
     def compute(
@@ -88,7 +128,7 @@ class StackedExperts:
         kernel: Kernel,
         size: int,
     ) -> torch.Tensor | None:
-        """Returns the weighted sum of the experts' outputs, or None if weights are apart.
+        """Returns the weighted sum of the experts' outputs, or None if experts compute one by one.
 
         Args:
             hidden_states: [tokens, hidden].
@@ -97,44 +137,69 @@ class StackedExperts:
             kernel: See `rows_of_block`.
             size: See `rows_of_block`.
         """
-        stacks = self._find(kernel, hidden_states.device)
-        if not stacks:
+        count = len(self._experts)
+        routed: Iterable[int] = range(count)
+        if not kernel.experts.needs_all:  # type: ignore[union-attr]
+            routed = [each for each in set(top_k_index.flatten().tolist()) if 0 <= each < count]
+        products = self._find(kernel, hidden_states.device, routed)
+        if products is None:
             return None
-        products = kernel.experts
-        routing = products.routing.of(top_k_index, top_k_weights, len(self._experts), size)  # type: ignore[union-attr]
-        both = self._join([stacks[name](hidden_states, routing, True) for name in self._first])
-        return routing.combine(stacks["down_proj"](self._apply_gate(both), routing, False))
+        return products(hidden_states, top_k_index, top_k_weights, self._gate, size)
 
-    def _find(self, kernel: Kernel, device: torch.device) -> dict | None:
-        """Returns the stack of each projection; None if the layers cannot be multiplied together."""
-        layers = [layer for expert in self._experts for layer in expert.values()]  # type: ignore[operator]
+    def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._apply_gate(self._join(parts))
+
+    def _find(
+        self, kernel: Kernel, device: torch.device, routed: Iterable[int]
+    ) -> Callable[..., torch.Tensor | None] | None:
+        """Returns the products; None if the layers cannot be multiplied together."""
+        kept, number = self._kept, changes()
+        if (
+            kept is None
+            or kept.kernel is not kernel
+            or kept.device != device
+            or kept.number != number
+            or not kept.holds(self._experts, routed)
+        ):
+            kept = self._kept = self._made(kept, number, kernel, device)
+        return kept.products
+
+    def _made(self, kept: _Kept | None, number: int, kernel: Kernel, device: torch.device) -> _Kept:
+        """Returns the products for the layers as they are, or `kept` if they did not change."""
+        experts: list[list] = [list(expert._modules.values()) for expert in self._experts]
+        layers = [layer for expert in experts for layer in expert]
         if not all(map(is_plain, layers)):
-            return None
+            return _Kept(number, kernel, device, experts, [])
         sources = [(layer, _source(layer), kernel, device) for layer in layers]
-        if sources != self._sources:
-            self._sources, self._stacks = sources, self._made(layers, kernel, device)
-        return self._stacks
-
-    def _made(self, layers: Sequence[QuantizedLinear], kernel: Kernel, device: torch.device) -> dict | None:
-        is_apart = any(
-            layer.is_offloaded
-            or layer.fetch is not None
-            or layer.on_cpu is not None
-            or layer.scheme is not None
-            or layer.storage_kind == "shard"
-            or layer.compute_device != device
-            or (layer.kernel if device.type == "cpu" else layer.accelerated) is not kernel
-            for layer in layers
-        )
-        if is_apart:
-            return None
-        stacks = {
-            name: kernel.experts.stack(  # type: ignore[union-attr]
-                [(expert[name].onloaded_tensors(), expert[name].weight_format) for expert in self._experts]  # type: ignore[index]
-            )
+        if kept is not None and kept.sources == sources:
+            kept.number = number
+            return kept
+        made = _Kept(number, kernel, device, experts, sources)
+        if any(_is_apart(layer, kernel, device) for layer in layers):
+            return made
+        *first, down = [
+            [(expert[name].onloaded_tensors(), expert[name].weight_format) for expert in self._experts]  # type: ignore[index]
             for name in (*self._first, "down_proj")
-        }
-        return None if any(stack.reason for stack in stacks.values()) else stacks
+        ]
+        products = kernel.experts.products(first, down, self._is_joined)  # type: ignore[union-attr]
+        if products.reason is None:
+            made.products = products
+            held = [[each for layer in expert for each in layer.parameters()] for expert in experts]
+            made.places = [(own, [each.data_ptr() for each in own]) for own in held]
+        return made
+
+
+def _is_apart(layer: QuantizedLinear, kernel: Kernel, device: torch.device) -> bool:
+    """Returns True if a layer cannot be multiplied by a kernel together with others."""
+    return (
+        layer.is_offloaded
+        or layer.fetch is not None
+        or layer.on_cpu is not None
+        or layer.scheme is not None
+        or layer.storage_kind == "shard"
+        or layer.compute_device != device
+        or (layer.kernel if device.type == "cpu" else layer.accelerated) is not kernel
+    )
 
 
 def _source(layer: QuantizedLinear) -> tuple:

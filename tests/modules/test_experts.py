@@ -3,6 +3,7 @@ experts alone.
 """
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -83,8 +84,8 @@ def pair(request):
             if local == "down_proj" or not is_split:
                 own[local], real = linear(FORMATS[name], weight, bias)
             elif is_gpt_oss:
-                own["gate_proj"], gate = linear(FORMATS[name], weight[::2], bias[::2])
-                own["up_proj"], up = linear(FORMATS[name], weight[1::2], bias[1::2])
+                own["gate_proj"], gate = linear(FORMATS[name], weight[::2], bias[::2].contiguous())
+                own["up_proj"], up = linear(FORMATS[name], weight[1::2], bias[1::2].contiguous())
                 real = torch.stack([gate, up], 1).flatten(0, 1)
             else:
                 (own["gate_proj"], gate), (own["up_proj"], up) = (
@@ -256,7 +257,7 @@ def grouped(native, pair):
         asked.append(list(counts))
         return kernel.grouped_linear(activations, counts, layers)
 
-    spied = dataclasses.replace(kernel, grouped_linear=grouped_linear)
+    spied = dataclasses.replace(kernel, grouped_linear=grouped_linear, experts=None)
     for layers in experts:
         for layer in layers.values():
             layer.kernel = spied
@@ -317,3 +318,79 @@ def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grou
     assert (
         many - expected.repeat(times, 1)
     ).norm() <= 1e-5 * many.norm()  # panels are multiplied by torch, in another order
+
+
+@pytest.fixture
+def fast(native, pair):
+    """The packed experts, with the compiled kernel."""
+    _, experts = pair
+    for layers in experts:
+        for layer in layers.values():
+            layer.kernel = KERNELS["cpp"]
+    return experts
+
+
+def one_by_one(experts, *inputs) -> torch.Tensor:
+    """Returns the result of the loop over experts."""
+    handle = experts[0]["down_proj"].register_forward_hook(lambda *_: None)
+    try:
+        return experts(*inputs)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_of_the_compiled_kernel_equal_the_loop_bit_for_bit(fast, inputs, dtype):
+    hidden, chosen, weights = inputs
+    chosen = chosen.clone()
+    chosen[0, 0], chosen[1] = -1, EXPERTS  # left out
+    chosen[2, 1] = chosen[2, 0]
+    inputs = hidden.to(dtype), chosen, weights.to(dtype)
+    expected = one_by_one(fast, *inputs)
+    assert torch.equal(fast(*inputs), expected)
+
+
+def test_their_description_is_made_once_and_again_when_a_layer_changes(fast, inputs, monkeypatch):
+    made, kernel = [], KERNELS["cpp"]
+    spied = dataclasses.replace(
+        kernel,
+        experts=dataclasses.replace(
+            kernel.experts, products=lambda *layers: made.append(1) or kernel.experts.products(*layers)
+        ),
+    )
+    for layers in fast:
+        for layer in layers.values():
+            layer.kernel = spied
+    expected = fast(*inputs)
+    for _ in range(3):
+        assert torch.equal(fast(*inputs), expected)
+    assert len(made) == 1
+    number = int(inputs[1][0, 0])
+    changed = fast[number]["down_proj"]
+    changed.hold({local: tensor.clone() for local, tensor in changed.stored_tensors().items()})
+    assert torch.equal(fast(*inputs), expected)
+    assert len(made) == 2
+    parameter = next(iter(changed.parameters()))
+    other = next(iter(fast[(number + 1) % EXPERTS]["down_proj"].parameters()))
+    parameter.data = other.data
+    found = fast(*inputs)
+    assert len(made) == 3
+    assert torch.equal(found, one_by_one(fast, *inputs))
+    fast[number]["down_proj"] = fast[(number + 1) % EXPERTS]["down_proj"]
+    found = fast(*inputs)
+    assert torch.equal(found, one_by_one(fast, *inputs))
+
+
+def test_python_calls_do_not_depend_on_the_number_of_routed_experts(fast):
+    def calls(chosen: int) -> int:
+        inputs = torch.randn(1, HIDDEN), torch.arange(chosen)[None], torch.rand(1, chosen)
+        fast(*inputs)
+        counted = []
+        sys.setprofile(lambda _, event, __: counted.append(1) if event == "call" else None)
+        try:
+            fast(*inputs)
+        finally:
+            sys.setprofile(None)
+        return len(counted)
+
+    assert calls(1) == calls(EXPERTS)

@@ -29,7 +29,7 @@ from hfq.kernels.cpp.layers import DTYPES, CppLayer, describe_layer
 from hfq.kernels.cpp.library import library
 from hfq.kernels.cpu import panels
 
-__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "panel_linear"]
+__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "most_fused", "panel_linear"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """The most activation rows multiplied while decoding, by the dtype of products of panels."""
@@ -54,7 +54,7 @@ def linear(
     stride = width
     if (
         count > _ALWAYS_FUSED
-        and count > _most_fused(activations.dtype)
+        and count > most_fused(activations.dtype)
         and not compiled.hfq_is_tiled(layer.here, count, dtype)
     ):
         fill = _filler(compiled, layer, tensors, weight_format)
@@ -96,7 +96,7 @@ def grouped_linear(
         has too many rows, or sizes do not match.
     """
     compiled = library()
-    if compiled is None or not layers or max(counts) > _most_fused(activations.dtype):
+    if compiled is None or not layers or max(counts) > most_fused(activations.dtype):
         return None
     described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
     found = [layer for layer in described if layer is not None]
@@ -119,7 +119,6 @@ def grouped_linear(
         DTYPES[rows.dtype],
         rows.stride(0),
         result.data_ptr(),
-        DTYPES[result.dtype],
         out_features,
         torch.get_num_threads(),
     )
@@ -165,7 +164,8 @@ def panel_linear(
 
 
 @functools.cache
-def _most_fused(dtype: torch.dtype) -> int:
+def most_fused(dtype: torch.dtype) -> int:
+    """Returns the most rows that `linear` decodes for, except in products of bfloat16."""
     return FUSED_ROWS[panels.product_dtype(dtype)]
 
 

@@ -15,7 +15,7 @@ from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
 from hfq.kernels.cpp.word_layers import MOST_GROUPS
 from hfq.kernels.layer_tensors import LayerTensors, check_on_cpu
 
-__all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reason_against"]
+__all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reads_values", "reason_against"]
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
@@ -44,13 +44,13 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
     if isinstance(answer, tuple) and answer[0] is weight_format:
         return answer[1]
     layer = _describe(weight_format, tensors)
-    if not _reads_values(weight_format):
+    if not reads_values(weight_format):
         tensors.answers["cpp"] = weight_format, layer
     return layer
 
 
 def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> CppLayer | None:
-    if _reads_values(weight_format):
+    if reads_values(weight_format):
         return _describe(weight_format, tensors)
     key = (
         id(weight_format),
@@ -72,7 +72,8 @@ _kept: dict[tuple, tuple[Format, CppLayer | None]] = {}
 _MOST_KEPT = 1 << 12
 
 
-def _reads_values(weight_format: Format) -> bool:
+def reads_values(weight_format: Format) -> bool:
+    """Returns True if descriptions of a format's layers contain values of tensors."""
     reader = reader_of(weight_format)
     return reader is not None and reader.reads_values
 

@@ -36,7 +36,7 @@ __all__ = [
 SWITCH = "HFQ_DISABLE_CPP"
 """The environment variable that disables the C++ library if set to "1"."""
 
-ABI = 7
+ABI = 8
 """The value that `hfq_abi` of src/kernels.cpp must return."""
 
 Engine = Literal["auto", "cpp", "torch"]
@@ -210,10 +210,11 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         int32,
         int64,
         pointer,
-        int32,
         int64,
         ctypes.c_int,
     ]
+    for function in (loaded.hfq_experts_in, loaded.hfq_experts_out):
+        function.argtypes, function.restype = [ctypes.c_char_p], int64
     loaded.hfq_dequantize.argtypes = [pointer, int64, int64, pointer, int32, ctypes.c_int]
     loaded.hfq_use_team.argtypes = [pointer]
     loaded.hfq_use_team(team())

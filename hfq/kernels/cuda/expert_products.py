@@ -20,7 +20,9 @@ from hfq.kernels.cuda import launch
 from hfq.kernels.cuda.launch import FEW_ROWS, Launch, Product, device_code
 from hfq.kernels.cuda.layers import Layer, describe, fast
 
-__all__ = ["ExpertProduct", "ExpertStack", "Routing", "block_size", "multiply_rows"]
+__all__ = ["ExpertProduct", "ExpertProducts", "ExpertStack", "Routing", "block_size", "multiply_rows"]
+
+Layers = Sequence[tuple[Mapping[str, torch.Tensor], Format]]
 
 _COMBINED_AT_ONCE = 1024
 _NUMBERS = {True: 1, False: 2}
@@ -157,6 +159,46 @@ def _blocks(chosen: torch.Tensor, experts: int, size: int) -> torch.Tensor:
     first = starts[expert] + (number - before[expert]) * size
     rows = torch.where(is_used, (starts[expert + 1] - first).clamp(max=size), 0)
     return torch.stack([expert, torch.where(is_used, first, 0), rows], 1)
+
+
+class ExpertProducts:
+    """The projections of all experts of a layer.
+
+    Args:
+        first: The tensors and the format of each expert, for each projection that multiplies an expert's
+            input, in the order of their outputs.
+        down: The same for the projection that multiplies the gated outputs.
+        is_joined: As in `hfq.kernels.cpp.expert_products.ExpertProducts`; the gating joins outputs here.
+
+    Attributes:
+        reason: Why the experts cannot be multiplied together, or None.
+    """
+
+    def __init__(self, first: Sequence[Layers], down: Layers, is_joined: bool) -> None:
+        self._first, self._down = [ExpertStack(layers) for layers in first], ExpertStack(down)
+        self._count = len(down)
+        self.reason = next((each.reason for each in (*self._first, self._down) if each.reason), None)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        gate: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        size: int,
+    ) -> torch.Tensor:
+        """Returns the weighted sums of the experts' outputs, [tokens, hidden].
+
+        Args:
+            hidden_states: [tokens, hidden].
+            top_k_index: See `Routing.of`.
+            top_k_weights: See `Routing.of`.
+            gate: The outputs of the first projections → the input of `down`.
+            size: See `block_size`.
+        """
+        routing = Routing.of(top_k_index, top_k_weights, self._count, size)
+        inner = gate([stack(hidden_states, routing, True) for stack in self._first])
+        return routing.combine(self._down(inner, routing, False))
 
 
 class ExpertStack:

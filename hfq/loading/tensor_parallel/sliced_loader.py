@@ -196,7 +196,7 @@ class SlicedLoader(ModelLoader):
         if part is not None and isinstance(module, QuantizedLinear):
             module.local_in_features = part.stop - part.start if part.axis == "in" else target.in_features
             # transformers' hooks read this attribute
-            module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+            module._hf_quantized_needs_local_tp = True
 
     def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> FlatBuffer:
         segments, nbytes = segment_layout(

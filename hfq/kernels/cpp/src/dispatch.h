@@ -157,19 +157,29 @@ bool sort_channels(const Layer &layer, int32_t *order) {
     return true;
 }
 
+// One of several multiplications of a call.
+struct Item {
+    const Layer *layer;  // right factor
+    int64_t rows;        // rows of activations
+    const char *x;       // address of the first row of activations
+    char *y;             // address of the first row of results
+};
+
 // Replaces layers that have an index by copies with a copied and checked index, since an index on disk can
 // change after the check. With `sorts`, sorts the layers that can be sorted. Memory for a row of activations
 // follows each order. Returns 0, -2 for an index out of range, or -3 if memory ran out.
-int settle(const Layer *&layers, int64_t count, bool sorts = true) {
-    int64_t channels = 0;
-    for (int64_t i = 0; i < count; i++) channels += layers[i].index_nbytes ? layers[i].in_features : 0;
+int settle(Item *items, int64_t count, bool sorts = true) {
+    int64_t channels = 0, indexed = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (items[i].layer->index_nbytes) channels += items[i].layer->in_features, indexed++;
     if (!channels) return 0;
-    Layer *copies = (Layer *)order_scratch.get(3 * channels + count * (int64_t)sizeof(Layer) / 4);
-    if (!copies) return -3;
-    int32_t *next = (int32_t *)(copies + count);
+    Layer *copy = (Layer *)order_scratch.get(3 * channels + indexed * (int64_t)sizeof(Layer) / 4);
+    if (!copy) return -3;
+    int32_t *next = (int32_t *)(copy + indexed);
     for (int64_t i = 0; i < count; i++) {
-        Layer &layer = copies[i] = layers[i];
-        if (!layer.index_nbytes) continue;
+        if (!items[i].layer->index_nbytes) continue;
+        Layer &layer = *copy = *items[i].layer;
+        items[i].layer = copy++;
         int32_t *order = next, *index = order + 2 * layer.in_features;
         for (int64_t k = 0; k < layer.in_features; k++) {
             const int64_t group = group_of(layer, k);
@@ -181,8 +191,21 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
             layer.index = (const char *)order, layer.index_nbytes = 0;
         next = index + layer.in_features;
     }
-    layers = copies;
     return 0;
+}
+
+// The same for one layer.
+int settle(const Layer *&layer, bool sorts = true) {
+    Item item = {layer, 0, nullptr, nullptr};
+    const int status = settle(&item, 1, sorts);
+    layer = item.layer;
+    return status;
+}
+
+bool any_sorted(const Item *items, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (is_sorted(*items[i].layer)) return true;
+    return false;
 }
 
 // True if integers would be multiplied, were all activations finite. With integers, a row's bits do not
@@ -259,59 +282,68 @@ void job_part(const void *context, int64_t part, float *scratch) {
     else bfloat16::part(job, first, width, scratch);
 }
 
-// Floats of scratch that run_short keeps for layers that it multiplies together.
-int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype) {
-    int64_t floats = up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
-    for (int64_t i = 0; i < count; i++)
-        floats += up(bfloat16::packed_floats(layers[i], rows[i] * bfloat16::rows_of(dtype)), 16);
-    return floats;
+// Floats of scratch that run_short keeps for a multiplication.
+int64_t short_floats(const Item &item, int32_t dtype) {
+    return up(bfloat16::packed_floats(*item.layer, item.rows * bfloat16::rows_of(dtype)), 16);
 }
 
-// Multiplies several layers together, whose rows follow each other. Returns 0, or -3 if memory ran out.
-int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x,
-              int64_t x_stride, char *y, int64_t y_stride, int threads) {
-    float *scratch = activation_scratch.get(short_floats(layers, rows, count, dtype));
-    int64_t own = own_floats(any_sorted(layers, count));
-    for (int64_t i = 0; i < count; i++) own = most(own, bfloat16::brought_floats(layers[i], dtype));
+// Floats of scratch that run_short keeps for the descriptions of `count` multiplications.
+int64_t jobs_floats(int64_t count) {
+    return up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
+}
+
+// Computes several multiplications together. Returns 0, or -3 if memory ran out.
+int run_short(const Item *items, int64_t count, int32_t dtype, int64_t x_stride, int64_t y_stride,
+              int threads) {
+    int64_t floats = jobs_floats(count), own = own_floats(any_sorted(items, count)), products = 0, parts = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Layer &layer = *items[i].layer;
+        floats += short_floats(items[i], dtype);
+        own = most(own, bfloat16::brought_floats(layer, dtype));
+        products += items[i].rows * layer.in_features * layer.out_features;
+    }
+    float *scratch = activation_scratch.get(floats);
     if (!scratch || !own_scratch.get(own)) return -3;
-    int64_t products = 0, parts = 0;
-    for (int64_t i = 0; i < count; i++) products += rows[i] * layers[i].in_features * layers[i].out_features;
     const int wanted = worthwhile(threads, products);
     bfloat16::Job *jobs = (bfloat16::Job *)scratch;
     int64_t *ends = (int64_t *)(jobs + count);
-    scratch += up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
+    scratch += jobs_floats(count);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t packed = rows[i] * bfloat16::rows_of(dtype),
-                      floats = up(bfloat16::packed_floats(layers[i], packed), 16);
-        float *factors = scratch + floats - 2 * packed;
-        jobs[i] = bfloat16::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors,
+        const Layer &layer = *items[i].layer;
+        const int64_t rows = items[i].rows, packed = rows * bfloat16::rows_of(dtype);
+        const int64_t size = short_floats(items[i], dtype);
+        float *factors = scratch + size - 2 * packed;
+        jobs[i] = bfloat16::plan(layer, packed, dtype, items[i].y, y_stride, (const char *)scratch, factors,
                                  wanted, uses_tiles());
-        if (is_dotted(layers[i], rows[i]))
+        if (is_dotted(layer, rows))
             jobs[i].apart = true,
-            jobs[i].outputs = cut_outputs(layers[i], bfloat16_dots::part_width(layers[i], rows[i], wanted));
+            jobs[i].outputs = cut_outputs(layer, bfloat16_dots::part_width(layer, rows, wanted));
         bfloat16::Packing packing = {
-            layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved,
+            &layer, items[i].x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved,
             (char *)scratch, factors, {}};
-        bfloat16::find_order(layers[i], packing.order);
+        bfloat16::find_order(layer, packing.order);
         run_parts({bfloat16::pack_block, &packing, jobs[i].apart ? packed : bfloat16::blocks(packed), own},
-                  threads, rows[i] > MOST_ROWS ? wanted : 1);
+                  threads, rows > MOST_ROWS ? wanted : 1);
         ends[i] = parts += jobs[i].outputs.parts;
-        scratch += floats;
-        x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
+        scratch += size;
     }
     const Jobs all = {jobs, ends};
     run_parts({job_part, &all, parts, own}, threads, wanted);
     return 0;
 }
 
+// Rows of the next multiplication of many rows; a short remainder might be multiplied in another form.
+int64_t next_rows(int64_t left, int32_t dtype) {
+    const int64_t together = bfloat16::MOST / bfloat16::rows_of(dtype);
+    return left > together && left <= together + bfloat16::HALF ? together / 2 : least(together, left);
+}
+
 int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x, int64_t x_stride, char *y,
                   int64_t y_stride, int threads) {
-    const int64_t together = bfloat16::MOST / bfloat16::rows_of(dtype);
     for (int64_t first = 0, count; first < rows; first += count) {
-        const int64_t left = rows - first;  // a short remainder might be multiplied in another form
-        count = left > together && left <= together + bfloat16::HALF ? together / 2 : least(together, left);
-        const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride,
-                                     y + 2 * first * y_stride, y_stride, threads);
+        count = next_rows(rows - first, dtype);
+        const Item item = {&layer, count, x + 2 * first * x_stride, y + 2 * first * y_stride};
+        const int status = run_short(&item, 1, dtype, x_stride, y_stride, threads);
         if (status != 0) return status;
     }
     return 0;

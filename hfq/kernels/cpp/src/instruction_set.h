@@ -31,6 +31,7 @@ namespace HFQ_ISA_NAME {
 #include "column_codes.h"
 #include "act_order.h"
 #include "column_major.h"
+#include "expert_sums.h"
 
 }  // namespace HFQ_ISA_NAME
 }  // namespace

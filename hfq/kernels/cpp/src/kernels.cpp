@@ -48,10 +48,12 @@
 #endif
 
 #include "dispatch.h"
+#include "grouped.h"
+#include "experts.h"
 
 extern "C" {
 
-int hfq_abi() { return 7; }
+int hfq_abi() { return 8; }
 
 // Sets the threads to use: GOMP_parallel of the OpenMP runtime of the caller's other products, or null for
 // the threads of this library.
@@ -92,23 +94,9 @@ int64_t hfq_most_rows() { return MOST_ROWS; }
 
 // Returns 1 if this many rows are multiplied in bfloat16 by tiles or vectors, which support any number of
 // rows.
-int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
-#if defined(__x86_64__)
-    if (settle(layer, 1) != 0) return 0;
-    return is_short(*layer, rows, dtype) && !(dtype == BF16 && is_dotted(*layer, rows));
-#else
-    return 0;
-#endif
-}
+int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) { return is_tiled(layer, rows, dtype); }
 
-// Floats of scratch that hfq_linear keeps for the next call. They depend on the activations' size only.
-int64_t hfq_scratch(const Layer *layer, int64_t rows) {
-    int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
-    if (has_integers(*layer, rows))
-        floats += rows * (up(limbs_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
-    if (layer->kind == E4M3 && rows <= ORDERED_ROWS) floats += rows * (ordered_columns(*layer) + 2);
-    return floats;
-}
+int64_t hfq_scratch(const Layer *layer, int64_t rows) { return linear_floats(*layer, rows); }
 
 // The arguments of hfq_linear in one struct: ctypes would convert them one by one, which takes as long as the
 // product with a small layer.
@@ -132,14 +120,14 @@ int hfq_linear(const Product *given) {
     const int64_t rows = given->rows, x_stride = given->x_stride, y_stride = layer->out_features;
     const int32_t dtype = (int32_t)given->dtype, threads = (int32_t)given->threads;
     if (rows < 1) return -1;
-    if (const int status = settle(layer, 1)) return status;
+    if (const int status = settle(layer)) return status;
     KeptSubnormals here;
 #if defined(__x86_64__)
     if (is_short(*layer, rows, dtype))
         return run_all_short(*layer, rows, dtype, x, x_stride, y, y_stride, threads);
 #endif
     if (rows > MOST_ROWS) return -1;
-    float *scratch = activation_scratch.get(hfq_scratch(layer, rows));
+    float *scratch = activation_scratch.get(linear_floats(*layer, rows));
     const int64_t own = own_floats(is_sorted(*layer));
     if (!scratch || !own_scratch.get(own)) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
@@ -154,73 +142,33 @@ int hfq_linear(const Product *given) {
     return 0;
 }
 
-// Floats of scratch that hfq_grouped keeps for layers that it multiplies together.
-int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
-    int64_t floats = 0;
-    for (int64_t i = 0; i < count; i++)
-        floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(MatmulArgs) + sizeof(int64_t)) / 4;
-    return floats;
+// Computes hfq_linear for `count` layers, whose rows follow each other in x and y; results are bit-identical.
+// Returns as run_items.
+int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t dtype,
+                int64_t x_stride, char *y, int64_t y_stride, int threads) {
+    Item *items = (Item *)item_scratch.get(count * (int64_t)sizeof(Item) / 4);
+    if (!items) return -3;
+    const int64_t size = dtype == F32 ? 4 : 2;
+    for (int64_t i = 0; i < count; i++) {
+        items[i] = {layers + i, rows[i], x, y};
+        x += size * rows[i] * x_stride, y += size * rows[i] * y_stride;
+    }
+    return run_items(items, count, dtype, x_stride, y_stride, threads);
 }
 
-// Computes hfq_linear for `count` layers, whose rows follow each other in x and y; results are bit-identical.
-// Layers are multiplied together, as many as GROUPED_FLOATS of activations allow. Returns as hfq_linear, or
-// -4 if rows must be computed one by one, which only hfq_linear does.
-int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype,
-                int64_t x_stride, char *y, int32_t y_dtype, int64_t y_stride, int threads) {
-    for (int64_t i = 0; i < count; i++)
-        if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
-    if (const int status = settle(layers, count)) return status;
-    KeptSubnormals here;
-    for (int64_t first = 0, next; first < count; first = next) {
-#if defined(__x86_64__)
-        if (is_short(layers[first], rows[first], x_dtype)) {
-            int64_t floats = 0, taken = 0;
-            for (next = first; next < count && is_short(layers[next], rows[next], x_dtype); next++) {
-                floats += short_floats(layers + next, rows + next, 1, x_dtype);
-                if (next > first && floats > GROUPED_FLOATS) break;
-                taken += rows[next];
-            }
-            if (run_short(layers + first, rows + first, next - first, x_dtype, x, x_stride, y, y_stride,
-                          threads))
-                return -3;
-            x += 2 * taken * x_stride, y += 2 * taken * y_stride;
-            continue;
-        }
-#endif
-        int64_t floats = 0, products = 0, parts = 0;
-        for (next = first; next < count; next++) {
-            int64_t more = hfq_grouped_scratch(layers + next, rows + next, 1);
-            if (next > first &&
-                (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype)))
-                break;
-            floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
-        }
-        float *scratch = activation_scratch.get(floats);
-        const int64_t own = own_floats(any_sorted(layers + first, next - first));
-        if (!scratch || !own_scratch.get(own)) return -3;
-        int wanted = worthwhile(threads, products);
-        MatmulArgs *args = (MatmulArgs *)scratch;
-        int64_t *ends = (int64_t *)(args + (next - first));
-        scratch = (float *)(ends + (next - first));
-        for (int64_t i = 0; first + i < next; i++) {
-            const Layer &layer = layers[first + i];
-            const int64_t m = rows[first + i];
-            args[i] = prepare(layer, x, x_dtype, m, x_stride, y, y_dtype, y_stride, scratch, wanted);
-            if (has_faulty_rows(args[i])) return -4;
-            ends[i] = parts += args[i].outputs.parts;
-            scratch += hfq_scratch(&layer, m);
-            x += m * x_stride * (x_dtype == F32 ? 4 : 2), y += m * y_stride * (y_dtype == F32 ? 4 : 2);
-        }
-        Group group = {args, ends};
-        run_parts({group_part, &group, parts, own}, threads, wanted);
-    }
-    return 0;
-}
+// Sorts the pairs of tokens and experts by expert, and multiplies the rows of each expert by its first
+// layers, see `ExpertsIn`. Returns the number of pairs, or less than 0 as run_items. -4 also means that
+// hfq_linear has no form for an expert's number of rows.
+int64_t hfq_experts_in(const ExpertsIn *given) { return experts_in(*given); }
+
+// Multiplies the rows of each expert by its last layer, and adds up the results of each token, see
+// `ExpertsOut`. Returns as hfq_experts_in.
+int64_t hfq_experts_out(const ExpertsOut *given) { return experts_out(*given); }
 
 // Dequantizes output rows [start, start + count) to float32 or bfloat16 [count, in_features], or, for GPTQ
 // and AWQ, [in_features, count]. Returns as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
-    if (const int status = settle(layer, 1, false)) return status;
+    if (const int status = settle(layer, false)) return status;
     if (!own_scratch.get(own_floats(false))) return -3;
     KeptSubnormals here;
     Panel panel = {layer, start, count, out, dtype};

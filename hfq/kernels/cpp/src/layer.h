@@ -114,6 +114,36 @@ struct MatmulArgs {
     const float *ordered;   // activations for subnormals.h, float32, then two factors per row; or null
 };
 
+// Biases of a layer's outputs.
+struct Bias {
+    const char *values;  // address of a number for each output, or null
+    int64_t dtype;       // Dtype of the numbers
+};
+
+// Weighted sums of the results of experts.
+struct ExpertSums {
+    const char *rows;         // results of the experts, of `dtype` [pairs, features]
+    const char *weights;      // weight of each pair, [tokens, top_k]
+    const int64_t *order;     // pair of each row
+    const int64_t *places;    // rows of each token, [tokens, top_k]: see find_places; -1 after the last
+    char *result;             // sums, of `dtype` [tokens, features]
+    int64_t top_k;            // pairs of a token
+    int64_t features;         // numbers of a row
+    int32_t dtype;            // Dtype of rows and sums
+    int32_t weights_dtype;    // Dtype of the weights
+};
+
+// Rows to which biases are added.
+struct BiasedRows {
+    const int64_t *ends;  // number of rows up to the end of each expert's rows
+    const Bias *biases;   // biases of each expert
+    char *y;              // address of the first row
+    int64_t y_stride;     // elements from one row to the next
+    int64_t features;     // numbers of a row
+    int64_t experts;      // number of experts
+    int32_t dtype;        // Dtype of the rows
+};
+
 #ifdef __clang__
 #define HFQ_UNROLL _Pragma("unroll")
 #else
@@ -273,12 +303,6 @@ HFQ_INLINE bool is_scattered(const Layer &layer) {
 // True if the layer's channels are sorted by group, which differs from their order in memory.
 HFQ_INLINE bool is_sorted(const Layer &layer) {
     return layer.kind == GPTQ && layer.index && !layer.index_nbytes;
-}
-
-HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-        if (is_sorted(layers[i])) return true;
-    return false;
 }
 
 // Floats per row of activations. The 16 extra floats keep rows of a power of two off the same cache sets.
