@@ -22,6 +22,7 @@ import struct
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+from hfq.checkpoint.plain_header import read_plain
 from hfq.checkpoint.small_file import open_regular
 from hfq.errors import CheckpointError, error_of_limit
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
@@ -102,15 +103,34 @@ def parse_header(
     """
     braces = raw.count(b"{")
     if braces > 2 * limits.tensors + 2:  # before parsing, which takes many times the memory of the bytes
-        raise _damaged(file, "it holds too many tensors", f"at most {limits.tensors}", f"{braces} objects")
+        raise _too_many(file, limits, f"{braces} objects")
+    data_start = 8 + len(raw)
+    plain = read_plain(raw, file, data_start, limits.rank, limits.name_length)
+    tensors, metadata = plain or _examine(raw, file, data_start, limits)
+    if len(tensors) > limits.tensors:
+        raise _too_many(file, limits, len(tensors))
+    _check_coverage(tensors, file, data_start, identity[1])
+    return Header(file, tensors, metadata, data_start, identity)
+
+
+def _examine(
+    raw: bytes, file: str, data_start: int, limits: HeaderLimits
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Returns the tensors and the metadata of a header, each checked by itself.
+
+    Raises:
+        CheckpointError: A check fails.
+    """
     entries = _parse(raw, file)
     metadata = _metadata(entries.pop("__metadata__", {}), file)
     if len(entries) > limits.tensors:
-        raise _damaged(file, "it holds too many tensors", f"at most {limits.tensors}", len(entries))
-    data_start = 8 + len(raw)
+        raise _too_many(file, limits, len(entries))
     tensors = {name: _tensor(name, entry, file, data_start, limits) for name, entry in entries.items()}
-    _check_coverage(tensors, file, data_start, identity[1])
-    return Header(file, tensors, metadata, data_start, identity)
+    return tensors, metadata
+
+
+def _too_many(file: str, limits: HeaderLimits, found: object) -> CheckpointError:
+    return _damaged(file, "it holds too many tensors", f"at most {limits.tensors}", found)
 
 
 def _damaged(

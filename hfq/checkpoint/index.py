@@ -280,10 +280,10 @@ def check_inside(file: object, names: Iterable[str]) -> None:
 
 
 def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index: Path) -> None:
-    held = {
-        name: Path(info.range.file).relative_to(checkpoint.root).as_posix()
-        for name, info in checkpoint.tensors.items()
-    }
+    names = {file: Path(file).relative_to(checkpoint.root).as_posix() for file in checkpoint.headers}
+    held = {name: names[info.range.file] for name, info in checkpoint.tensors.items()}
+    if held == weight_map:
+        return
     problems = [
         f"{name}: the index says {weight_map.get(name, 'nothing')}, the shards say "
         f"{held.get(name, 'nothing')}"
