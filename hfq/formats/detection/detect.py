@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from hfq.errors import FormatError
 from hfq.formats.base import FORMATS, Format
@@ -50,7 +50,7 @@ def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, 
 def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> dict[str, Format]:
     """Returns the format of each quantized module, detected from its tensors.
 
-    Unquantized modules have no entry in the result.
+    Unquantized modules have no entry in the result, and equal formats are one object.
 
     Args:
         modules: The result of `tensors_by_module`.
@@ -69,7 +69,16 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
     found = {module: weight_format for module, weight_format in detected.items() if weight_format is not None}
     if not found:
         raise _nothing_to_read(modules, config)
-    return found
+    return _shared(found)
+
+
+def _shared(formats: Mapping[str, Format]) -> dict[str, Format]:
+    """Returns the formats, with one object for equal ones."""
+    known: dict[Format, Format] = {}
+    return {
+        module: known.setdefault(found, found) if isinstance(found, Hashable) else found
+        for module, found in formats.items()
+    }
 
 
 def _detect(module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Format | None:

@@ -91,6 +91,10 @@ def _target(name: str, tensors: Mapping[str, TensorInfo]) -> _Slices | None:
     """Returns the slices of a fused tensor, or None for any other tensor."""
     if "_proj" not in name and "put_linear" not in name:
         return None
+    stem, _, local = name.rpartition(".")
+    owner, _, layer = stem.rpartition(".")
+    if "_proj" not in local and not owner.endswith(("experts", "switch_mlp")) and layer not in _GRANITE:
+        return None  # a layer by itself, such as experts.0.gate_proj.qweight
     leading = tensors[name].shape[:1]
     count = leading[0] if leading else 0
     found = _GPT_OSS.match(name)

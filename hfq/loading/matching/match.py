@@ -37,6 +37,7 @@ _CACHE_SCALES = re.compile(
     r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$"
 )
 _FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
+_UNQUANTIZED = Unquantized()
 
 
 @dataclass
@@ -155,6 +156,7 @@ class _Matcher:
         ignores_sizes: bool = False,
     ) -> None:
         self.match = CheckpointMatch()
+        self._compared: dict[tuple, tuple[Format, list[str]]] = {}
         self._names = names
         self._formats, self._ignores_sizes = formats, ignores_sizes
         self._submodules, self.parameters = dict(model.named_modules()), dict(model.state_dict())
@@ -169,10 +171,10 @@ class _Matcher:
         found, expert = self._formats.get(module), expert_of(module)
         experts = self._experts.get(self._names.experts(expert[0])) if expert else None
         if expert and experts:
-            self._add_expert(module, experts, expert[1], expert[2], found or Unquantized(), tensors)
+            self._add_expert(module, experts, expert[1], expert[2], found or _UNQUANTIZED, tensors)
         elif half := self._half(module):
             self.match.halved.add(half.name.rpartition(".")[0])
-            self._place(module, half, found or Unquantized(), tensors)
+            self._place(module, half, found or _UNQUANTIZED, tensors)
         elif found:
             self._add_packed(module, found, tensors)
         else:
@@ -185,17 +187,17 @@ class _Matcher:
             self.match.problems += [f"{half}: missing" for half in halves if half not in self.match.quantized]
             if name in self.match.quantized:
                 self.match.problems.append(f"{name}: unexpected next to its halves")
+        quantized = self.match.quantized
         for name, experts in self.match.experts.items():
             for expert in range(experts.count):
-                is_fused = f"{name}.{expert}.gate_up_proj" in self.match.quantized
+                path = f"{name}.{expert}"
+                is_fused = f"{path}.gate_up_proj" in quantized
                 for projection in experts.projections(is_fused):
-                    if f"{name}.{expert}.{projection}" not in self.match.quantized:
-                        self.match.problems.append(f"{name}.{expert}.{projection}: missing")
-                for projection in ("gate_proj", "up_proj"):
-                    if is_fused and f"{name}.{expert}.{projection}" in self.match.quantized:
-                        self.match.problems.append(
-                            f"{name}.{expert}.{projection}: unexpected next to gate_up_proj"
-                        )
+                    if f"{path}.{projection}" not in quantized:
+                        self.match.problems.append(f"{path}.{projection}: missing")
+                for projection in ("gate_proj", "up_proj") if is_fused else ():
+                    if f"{path}.{projection}" in quantized:
+                        self.match.problems.append(f"{path}.{projection}: unexpected next to gate_up_proj")
 
     def find_doubles(self) -> None:
         """Adds a problem for each parameter that is stored both quantized and unquantized."""
@@ -279,6 +281,32 @@ class _Matcher:
         if target_module.name in match.quantized:
             match.problems.append(f"{module}: stored a second time, as {target_module.name}")
             return
+        kind = (
+            *(id(found), target_module.in_features, target_module.out_features, target_module.has_bias),
+            *((local, info.dtype, info.shape) for local, info in tensors.items()),
+        )
+        compared = self._compared.get(kind)
+        if compared is None:
+            before = len(match.problems), len(match.kept)
+            compared = self._compare(module, target_module, found, tensors)
+            if compared is None:
+                return
+            if before == (len(match.problems), len(match.kept)):
+                self._compared[kind] = compared
+        sized, names = compared
+        match.quantized[target_module.name] = QuantizedModuleMatch(
+            target_module, sized, {local: tensors[local] for local in names}
+        )
+
+    def _compare(
+        self, module: str, target_module: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]
+    ) -> tuple[Format, list[str]] | None:
+        """Compares tensors with the specs of their format, and lists the mismatches.
+
+        Returns:
+            The format with the layer's size, and the names of its tensors; None if it has another size.
+        """
+        match = self.match
         try:
             found = found.sized(target_module.in_features, target_module.out_features)
             specs = {
@@ -287,7 +315,7 @@ class _Matcher:
             }
         except FormatError as error:
             match.problems.append(f"{module}: {error.message} Expected {error.expected}, found {error.found}")
-            return
+            return None
         for spec in specs.values():
             info = tensors.get(spec.name)
             if info is None and (not spec.optional or (spec.role == "bias" and target_module.has_bias)):
@@ -303,9 +331,7 @@ class _Matcher:
                 match.problems.append(
                     f"{info.name}: unexpected in a {found.describe()} layer.{match.hint(local, specs)}"
                 )
-        match.quantized[target_module.name] = QuantizedModuleMatch(
-            target_module, found, {local: tensors[local] for local in specs if local in tensors}
-        )
+        return found, [local for local in specs if local in tensors]
 
     def _add_unquantized(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names

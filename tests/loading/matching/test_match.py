@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig
 from hfq.formats.fp8 import Fp8
+from hfq.loading.matching import match
 from tests.contract.cases import CASES
-from tests.support import tiny_models
+from tests.support import moe_models, tiny_models
 
 CONFIG = {"quant_method": "fbgemm_fp8"}
 LAYER = "layers.0.self_attn.q_proj"
@@ -78,3 +79,38 @@ def test_metadata_of_torchao_may_have_the_names_of_the_model_where_the_file_has_
     with torch.no_grad():
         ids = torch.tensor([[1, 40, 77, 9]])
         assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+def mixture():
+    return moe_models.write(
+        next(each for each in moe_models.SCHEMES if each.id == "mixtral of gptqmodel, gptq")
+    )
+
+
+def test_layers_of_one_kind_are_compared_with_their_specs_once(tmp_path, monkeypatch):
+    compare, compared = match._Matcher._compare, []
+
+    def counted(self, module, *arguments):
+        compared.append(module)
+        return compare(self, module, *arguments)
+
+    monkeypatch.setattr(match._Matcher, "_compare", counted)
+    model = load_as_is(mixture().save(tmp_path))
+    layers = model.hf_quantizer.loading.match.quantized.values()
+    sizes = {(layer.target.in_features, layer.target.out_features) for layer in layers}
+    assert len(layers) == moe_models.LAYERS * (4 + 3 * moe_models.EXPERTS)
+    assert len(compared) <= 2 * len(sizes)  # of attention, and of experts
+    assert len({id(layer.format) for layer in layers}) <= 2 * len(sizes)
+
+
+def test_each_layer_of_a_kind_that_does_not_match_is_listed(tmp_path):
+    written = mixture()
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj.scales" for layer, expert in ((0, 1), (1, 3))
+    ]
+    wrong = {name: written.tensors[name][:1].clone() for name in names}
+    with pytest.raises(FormatError) as caught:
+        load_as_is(written.save(tmp_path, written.tensors | wrong))
+    assert len(caught.value.problems) == 2
+    for name, problem in zip(names, caught.value.problems, strict=True):
+        assert problem == f"{name}: expected F16 or BF16 or F32 [2, 96], found F16 [1, 96]"
