@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from hfq.tensor_spec import (
@@ -72,9 +72,20 @@ class ModuleRead:
 
     @cached_property
     def layout(self) -> tuple[dict[str, Segment], int]:
-        """The segments of the tensors in the flat buffer, and its bytes."""
-        tensors = ((local, info.dtype, info.shape) for local, info in self.infos.items())
-        return segment_layout(tensors, self.alignment)
+        """The segments of the tensors in the flat buffer, and its bytes.
+
+        Modules with tensors of the same dtypes and shapes share one object.
+        """
+        tensors = tuple((local, info.dtype, info.shape) for local, info in self.infos.items())
+        return _layout(tensors, self.alignment)
+
+    def placed(self, buffer: str, offset: int) -> ModuleRead:
+        """Returns this read at an offset of a buffer."""
+        found = ModuleRead(
+            self.name, self.device, self.how, self.why, self.infos, buffer, offset, self.alignment
+        )
+        vars(found)["layout"] = self.layout
+        return found
 
     @property
     def position(self) -> tuple[str, int]:
@@ -129,7 +140,7 @@ class ReadPlan:
         """The most bytes of memory that are allocated only during the load."""
         return max((buffer.nbytes for buffer in self.buffers.values() if buffer.kind == "staging"), default=0)
 
-    @property
+    @cached_property
     def mapped(self) -> list[ByteRange]:
         """The mapped ranges, in the order of the files; neighbors are merged."""
         return coalesce(
@@ -224,7 +235,7 @@ def plan_reads(
     Args:
         reads: The modules. `buffer` of each module that is read names one of `buffers`; `offset` is set here.
         buffers: The buffers in the order in which they are filled; `nbytes` is set here. A staging buffer is
-            split into batches named `<name> 0`, `<name> 1`, ….
+            split into batches named `<name> 0`, `<name> 1`, …. In a batch, modules of one layout adjoin.
         staging: The most bytes of a batch, unless one module is larger.
     """
     reads = list(reads)
@@ -246,10 +257,32 @@ def plan_reads(
             end += nbytes
         for index, batch in enumerate(batches):
             name = buffer.name if limit is None else f"{buffer.name} {index}"
-            placed += [replace(read, buffer=name, offset=offset) for offset, read in batch]
+            if limit is not None:
+                batch = _by_layout(batch)
+            placed += [read.placed(name, offset) for offset, read in batch]
             offset, last = batch[-1]
             sized[name] = replace(buffer, name=name, nbytes=offset + _aligned(last.layout[1]))
     return ReadPlan((*(read for read in reads if read.how != "read"), *placed), sized)
+
+
+def _by_layout(batch: Sequence[tuple[int, ModuleRead]]) -> list[tuple[int, ModuleRead]]:
+    """Returns the modules of a batch with new offsets, at which those of one layout adjoin."""
+    groups: dict[int, list[ModuleRead]] = {}
+    for _, read in batch:
+        groups.setdefault(id(read.layout), []).append(read)
+    found, end = [], 0
+    for reads in groups.values():
+        nbytes = _aligned(reads[0].layout[1])
+        found += [(end + index * nbytes, read) for index, read in enumerate(reads)]
+        end += len(reads) * nbytes
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], alignment: int
+) -> tuple[dict[str, Segment], int]:
+    return segment_layout(tensors, alignment)
 
 
 def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
@@ -271,9 +304,9 @@ def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
 
 def _requests(reads: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
     wanted = sorted(
-        (info.range.file, info.range.offset, info.nbytes, read.offset + read.layout[0][local].offset)
+        (info.range.file, info.range.offset, info.nbytes, read.offset + segment.offset)
         for read in reads
-        for local, info in read.infos.items()
+        for info, segment in zip(read.infos.values(), read.layout[0].values(), strict=True)
         if info.nbytes
     )
     file = ""

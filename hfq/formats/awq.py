@@ -54,6 +54,7 @@ class Awq(AwqShards, AwqOrder):
     """
 
     name = "awq"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "AWQ gemm",

@@ -75,6 +75,8 @@ class Format(ABC):
 
     name: ClassVar[str]
     variants: ClassVar[tuple[FormatVariant, ...]] = ()
+    resolves_each_value: ClassVar[bool] = False
+    """True if `resolve` checks each value by itself, so that it takes a stack of layers as well."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -235,6 +237,23 @@ class Format(ABC):
             FormatError: A scale is not finite, or an index is out of range.
         """
         return self
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        """Checks the values of several layers with equal tensor specs at once.
+
+        Args:
+            tensors: The tensors of all layers except the codes, stacked along a new first dimension.
+
+        Returns:
+            What `resolve` returns for each layer. None if that may differ between the layers, or be a warning
+            or an error: then the caller resolves each layer by itself.
+        """
+        if not self.resolves_each_value:
+            return None
+        try:
+            return self.resolve("", tensors)
+        except FormatError:
+            return None
 
 
 def bounded_int(

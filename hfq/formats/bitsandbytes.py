@@ -33,7 +33,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.codecs.nibbles import look_up_nibbles
-from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.codecs.value_checks import check_finite, with_common
 from hfq.formats.layouts.fp4 import E2M1
 from hfq.formats.layouts.scaled import ScaledCodes, other_tensors
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo, TensorSpec
@@ -119,6 +119,10 @@ class BnbInt8(ScaledCodes):
             )
         return self
 
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        common = with_common(tensors, "weight_format")
+        return None if common is None else super().resolve_stack(common)
+
 
 def _read_scheme(config: Mapping) -> ActivationScheme:
     """Returns LLM.int8() with the threshold of the config, 6 by default as in bitsandbytes.
@@ -159,6 +163,7 @@ class Bnb4Bit(Format):
     """
 
     name = "bitsandbytes-4bit"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "bitsandbytes nf4",
@@ -290,6 +295,10 @@ class Bnb4Bit(Format):
                 fix="Download the checkpoint again.",
             )
         return dataclasses.replace(self, nested_offset=float(offset) if self.is_nested else 0.0)  # type: ignore[arg-type]
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        common = with_common(tensors, _STATE + self.quant_type)
+        return None if common is None else super().resolve_stack(common)
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         first, count = start * panel.shape[1], panel.numel()

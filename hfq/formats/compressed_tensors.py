@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, FormatVariant, bounded_int
+from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant, bounded_int
 from hfq.formats.codecs.bit_packing import pack_stream, pack_words, unpack_rows, unpack_stream
 from hfq.formats.codecs.groups import apply_groups, check_divides, rows_of
-from hfq.formats.codecs.value_checks import check_finite, check_index
+from hfq.formats.codecs.value_checks import check_finite, check_index, with_common
 from hfq.formats.configs.compressed_tensors_config import (
     group_of,
     read_activations,
@@ -126,6 +126,7 @@ class PackQuantized(PackShards, PackOrder):
     """
 
     name = "pack-quantized"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "compressed-tensors pack-quantized",
@@ -274,6 +275,10 @@ class PackQuantized(PackShards, PackOrder):
         if self.has_g_idx:
             check_index(module, "weight_g_idx", tensors["weight_g_idx"], self._groups(0))
         return self
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        common = with_common(tensors, "weight_shape")
+        return None if common is None else super().resolve_stack(common)
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         (rows, in_features), stop = panel.shape, start + panel.shape[0]

@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, FormatVariant
+from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.codecs.fp8_codes import scale_as_float, widen_into
 from hfq.formats.codecs.value_checks import check_finite, check_positive
 from hfq.formats.configs.fp8_config import Hints, guess_block, read_hints
@@ -75,6 +75,7 @@ class Fp8(Fp8Shards, Fp8Order):
     """
 
     name = "fp8"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "FP8 fine-grained (fp32, bf16 or ue8m0 scales)",
@@ -212,8 +213,8 @@ class Fp8(Fp8Shards, Fp8Order):
                 expected="powers of two, as U8 or F8_E8M0 or the same values as floats",
                 fix="Download the original checkpoint. A tool may have cast the exponents of this copy.",
             )
-        undeclared = self.scale_name == "weight_scale_inv" and not self.reciprocal and not self.is_declared
-        if undeclared and float(scale.median()) > 1 and self.strategy != "channel":
+        is_reciprocal = self._is_undeclared and float(scale.median()) > 1
+        if is_reciprocal and self.strategy != "channel":
             raise FormatError(
                 "The scales of a layer are ambiguous: they can multiply or divide. Nothing was loaded.",
                 tensor=f"{module}.{self.scale_name}",
@@ -221,13 +222,25 @@ class Fp8(Fp8Shards, Fp8Order):
                 found=f"a median of {float(scale.median()):g}",
                 fix="Restore the original weight_scale_semantics in config.json.",
             )
-        if undeclared and float(scale.median()) > 1:
+        if is_reciprocal:
             logger.warning(
                 "%s: its scales are above 1, like reciprocal scales of gptqmodel; hfq reads them as such.",
                 module,
             )
             return dataclasses.replace(self, reciprocal=True)
         return self
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        if self._is_undeclared:
+            scale = scale_as_float(tensors[self.scale_name])
+            if bool((scale.flatten(1).median(1).values > 1).any()):
+                return None
+        return super().resolve_stack(tensors)
+
+    @property
+    def _is_undeclared(self) -> bool:
+        """True if nothing but the scales tells whether they multiply or divide."""
+        return self.scale_name == "weight_scale_inv" and not self.reciprocal and not self.is_declared
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]

@@ -32,6 +32,7 @@ class GptOssMxfp4(Fp4Format):
     """One expert of gpt-oss: a slice of the fused `…_blocks`, `…_scales` and `…_bias`."""
 
     name = "mxfp4-blocks"
+    resolves_each_value = True
     group_size = 32
     variants = (
         FormatVariant(

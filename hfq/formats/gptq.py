@@ -211,16 +211,34 @@ class Gptq(GptqShards, GptqOrder):
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Gptq:
         check_finite(module, "scales", tensors["scales"])
-        resolved = dataclasses.replace(
-            self,
-            zero_reading=self._checked_zero_reading(module, tensors["qzeros"], tensors["scales"].shape[1]),
-        )
-        g_idx = tensors.get("g_idx")
-        if g_idx is None or g_idx.numel() <= 1 or self.act_order:
-            return resolved  # there is no index, or it was checked before the layer was cut
-        return dataclasses.replace(
-            resolved, act_order=self._is_scattered(module, g_idx, tensors["scales"].shape[0])
-        )
+        reading = self._implied_zero_reading(module, tensors["qzeros"], tensors["scales"].shape[1])
+        if reading != self.zero_reading:
+            logger.warning(
+                "%s: labeled %s, but its zero points are stored as in %s; hfq reads them as %s.",
+                module,
+                *(("gptq_v2", "v1", "v1") if self.zero_reading == "stored" else ("gptq (v1)", "v2", "v2")),
+            )
+        act_order, g_idx = self.act_order, tensors.get("g_idx")
+        # an index of a layer that is cut was checked before
+        if g_idx is not None and g_idx.numel() > 1 and not act_order:
+            act_order = self._is_scattered(module, g_idx, tensors["scales"].shape[0])
+        return dataclasses.replace(self, zero_reading=reading, act_order=act_order)
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Gptq | None:
+        scales, qzeros, g_idx = tensors["scales"], tensors["qzeros"], tensors.get("g_idx")
+        act_order: bool | None = self.act_order
+        try:
+            check_finite("", "scales", scales)
+            reading = self._implied_zero_reading("", qzeros.flatten(0, 1), scales.shape[2])
+        except FormatError:
+            return None
+        if g_idx is not None and g_idx[0].numel() > 1 and not act_order:
+            act_order = self._are_scattered(g_idx, scales.shape[1])
+        if act_order is None or reading != self.zero_reading:
+            return None
+        if self.symmetric and not bool((qzeros == qzeros[:1, :1]).all()):
+            return None  # the zero points of one layer may be constant, and imply another reading
+        return dataclasses.replace(self, act_order=act_order)
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop, in_features = start + panel.shape[0], panel.shape[1]
@@ -330,12 +348,14 @@ class Gptq(GptqShards, GptqOrder):
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         return (pack_planes if self.is_planar else pack_stream)(codes, self.num_bits)
 
-    def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
+    def _implied_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Returns the zero reading that the stored zero points imply.
 
         Symmetric zero points are one constant. This constant tells v1 from v2, regardless of the config's
         label.
         """
+        if self.names_writer and not self.symmetric:
+            return self.zero_reading  # any values are possible
         differing = (
             qzeros[:1] if bool((qzeros == qzeros[:1]).all()) else qzeros
         )  # the first group suffices if all groups are equal
@@ -345,15 +365,8 @@ class Gptq(GptqShards, GptqOrder):
             return self.zero_reading
         labelled_v2 = self.zero_reading == "stored"
         if labelled_v2 and bool((stored == middle - 1).all()):
-            logger.warning(
-                "%s: labeled gptq_v2, but its zero points are stored as in v1; hfq reads them as v1.", module
-            )
             return "masked_plus_one"
         if not labelled_v2 and bool((stored == middle).all()):
-            logger.warning(
-                "%s: labeled gptq (v1), but its zero points are stored as in v2; hfq reads them as v2.",
-                module,
-            )
             return "stored"
         return self.zero_reading
 

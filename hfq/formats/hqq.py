@@ -27,7 +27,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Format, FormatVariant
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.codecs.value_checks import check_finite, with_common
 from hfq.formats.layouts.scaled import Others, other_tensors
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo, TensorSpec
 
@@ -79,6 +79,7 @@ class Hqq(Format):
     """
 
     name = "hqq"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "HQQ (8, 4, 3, 2, 1 bits)",
@@ -225,6 +226,10 @@ class Hqq(Format):
                 fix="Quantize the model again with quant_zero=False and quant_scale=False.",
             )
         return self
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        common = with_common(tensors, *(name for name in tensors if name not in ("scale", "zero")))
+        return None if common is None else super().resolve_stack(common)
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         first, count = start * panel.shape[1], panel.numel()

@@ -51,6 +51,7 @@ class Mxfp4(Fp4Format):
     """
 
     name = "mxfp4"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "MXFP4 (compressed-tensors mxfp4-pack-quantized)",

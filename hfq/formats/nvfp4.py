@@ -43,6 +43,7 @@ class Nvfp4(Fp4Format):
     """
 
     name = "nvfp4"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "NVFP4 (compressed-tensors nvfp4-pack-quantized)",

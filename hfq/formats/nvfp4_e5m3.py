@@ -30,6 +30,7 @@ class Nvfp4E5m3(Fp4Format):
     """NVFP4 with UE5M3 scales; see the module docstring."""
 
     name = "nvfp4-e5m3"
+    resolves_each_value = True
     group_size = 16
     variants = (
         FormatVariant(

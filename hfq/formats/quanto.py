@@ -91,6 +91,7 @@ class QuantoBits(Format):
     """
 
     name = "quanto-bits"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "optimum-quanto qint4, qint2",

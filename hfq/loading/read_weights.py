@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -27,11 +27,12 @@ from hfq.checkpoint.memory_limit import available_memory
 from hfq.checkpoint.read_plan import ModuleRead, ReadBuffer, ReadPlan, plan_reads
 from hfq.checkpoint.shared_memory import SharedMemory
 from hfq.errors import PlacementError
+from hfq.formats import Format
 from hfq.loading.context import load_context
 from hfq.loading.ranks import is_deepspeed
 from hfq.loading.state import LoadState
 from hfq.loading.validation import check_bias
-from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors
+from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors, stack_tensors
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import huge_buffer
 from hfq.offload.pinned_memory import can_pin_in_place, pin_in_place, pinned_memory
@@ -49,6 +50,8 @@ _SHARED = "shared"
 _PINNED = "pinned"
 _THREADS, _NETWORK_THREADS = 4, 16
 _SMALL = 64 << 20
+_STACKED_NBYTES = 16 << 20
+"""Most bytes of equal modules that are checked together, so that temporary values are small."""
 _LOCAL_COUNTS = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -302,9 +305,10 @@ class _Filler:
             for read in reads:
                 for local, info in read.infos.items():
                     self.pinned.add(info, read.offset + read.layout[0][local].offset)
-        for read in reads:
+        resolved = self._resolve_stacks(reads, memory)
+        for read in sorted(reads, key=lambda read: read.position) if len(resolved) < len(reads) else reads:
             if read.name:
-                self._give(read, memory, buffer)
+                self._give(read, memory, buffer, resolved.get(read.name))
         if buffer.name in self._targets:
             self.upload.end_batch(self._targets[buffer.name])
 
@@ -348,8 +352,49 @@ class _Filler:
     def _read(self, buffer: ReadBuffer, memory: memoryview) -> None:
         read_into_buffer(self._plan, buffer.name, memory, self._loading.reader, self._threads, self._progress)
 
-    def _give(self, read: ModuleRead, memory: memoryview, into: ReadBuffer) -> None:
+    def _resolve_stacks(self, reads: Sequence[ModuleRead], memory: memoryview) -> dict[str, Format]:
+        """Checks the small tensors of equal modules together.
+
+        Returns:
+            The resolved format of each module. Modules that must be checked by themselves have no entry.
+        """
+        kinds: dict[tuple, list[ModuleRead]] = {}
+        for read in reads:
+            if read.name and read.layout[1]:
+                module, found = self._loading.quantized[read.name], self._loading.match.quantized[read.name]
+                kind = id(read.layout), id(module.weight_format), found.target.has_bias
+                kinds.setdefault(kind, []).append(read)
+        resolved: dict[str, Format] = {}
+        for equal in kinds.values():
+            step = max(_STACKED_NBYTES // equal[0].layout[1], 2)
+            for start in range(0, len(equal), step):
+                stack = equal[start : start + step]
+                weight_format = self._resolve_stack(stack, memory) if len(stack) > 1 else None
+                if weight_format is not None:
+                    resolved |= dict.fromkeys((read.name for read in stack), weight_format)
+        return resolved
+
+    def _resolve_stack(self, reads: Sequence[ModuleRead], memory: memoryview) -> Format | None:
+        """Returns the resolved format of equal modules, or None if it may differ."""
+        weight_format, segments = self._loading.quantized[reads[0].name].weight_format, reads[0].layout[0]
+        small = {local: place for local, place in segments.items() if local != weight_format.codes_name}
+        with torch.inference_mode(False):
+            tensors = stack_tensors(memory, [read.offset for read in reads], small)
+            has_bias = self._loading.match.quantized[reads[0].name].target.has_bias
+            if "bias" in tensors and not has_bias and bool(tensors["bias"].any()):
+                return None
+            return weight_format.resolve_stack(tensors)
+
+    def _give(self, read: ModuleRead, memory: memoryview, into: ReadBuffer, resolved: Format | None) -> None:
+        """Gives a module its resolved format and its flat buffer.
+
+        Its small tensors are checked here if they were not checked with those of equal modules.
+        """
         module, (segments, nbytes) = self._loading.quantized[read.name], read.layout
+        is_kept = into.kind != "staging" or into.name in self._targets
+        if resolved is not None and not is_kept:
+            module.weight_format = resolved
+            return
         # each module has its own storage, so that a copy of one module copies only its bytes
         with torch.inference_mode(False):
             buffer = (
@@ -358,16 +403,20 @@ class _Filler:
                 else _nothing()
             )
             held = FlatBuffer(buffer, segments)
-            tensors = held.tensors()
-            small = {
-                local: tensor for local, tensor in tensors.items() if local != module.weight_format.codes_name
-            }
-            module.weight_format = module.weight_format.resolve(read.name, small)
-            check_bias(read.name, small.get("bias"), self._loading.match.quantized[read.name].target.has_bias)
+            module.weight_format = resolved or self._resolve(read.name, held)
             if into.kind != "staging":
                 module.hold_buffer(held)
-            elif into.name in self._targets:
+            elif is_kept:
                 module.hold_buffer(FlatBuffer(self.upload.copy(buffer, read.device), segments))
+
+    def _resolve(self, name: str, held: FlatBuffer) -> Format:
+        """Checks the small tensors of one module; returns its resolved format."""
+        weight_format = self._loading.quantized[name].weight_format
+        tensors = held.tensors()
+        small = {local: tensor for local, tensor in tensors.items() if local != weight_format.codes_name}
+        resolved = weight_format.resolve(name, small)
+        check_bias(name, small.get("bias"), self._loading.match.quantized[name].target.has_bias)
+        return resolved
 
 
 def _nothing() -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -11,7 +12,7 @@ from hfq.checkpoint import Reader
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import DTYPE_BITS, Segment, TensorInfo, segment_layout
 
-__all__ = ["FlatBuffer", "is_mappable", "map_tensors", "map_tensor", "read_tensor"]
+__all__ = ["FlatBuffer", "is_mappable", "map_tensors", "map_tensor", "read_tensor", "stack_tensors"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,32 @@ def map_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
 def read_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
     """Returns one stored tensor, read into new host memory."""
     return FlatBuffer.read(reader, {"tensor": info}).tensors()["tensor"]
+
+
+def stack_tensors(
+    memory: memoryview, offsets: Sequence[int], segments: Mapping[str, Segment]
+) -> dict[str, torch.Tensor]:
+    """Returns tensors of several flat buffers of one layout, stacked along a first dimension.
+
+    They are views of the memory if the buffers are at regular distances, and copies otherwise.
+
+    Args:
+        memory: The memory that holds the flat buffers.
+        offsets: Offset of each flat buffer in ascending order, at least two.
+        segments: Segments of the tensors to stack.
+    """
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    strides = {after - before for before, after in pairwise(offsets)}
+    stacked = {}
+    for name, segment in segments.items():
+        starts = [offset + segment.offset for offset in offsets]
+        if len(strides) == 1:
+            stack = flat.as_strided((len(offsets), segment.nbytes), (*strides, 1), starts[0])
+        else:
+            stack = torch.stack([flat[start : start + segment.nbytes] for start in starts])
+        stack = stack if segment.nbytes else torch.empty(0, dtype=torch.uint8)
+        stacked[name] = stack.view(torch_dtype(segment.dtype)).view(len(offsets), *segment.shape)
+    return stacked
 
 
 def _view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:

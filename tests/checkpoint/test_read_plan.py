@@ -145,6 +145,24 @@ def test_staging_is_cut_into_batches_that_fit_and_a_larger_row_is_one_by_itself(
     assert all(plan.reads_into(name)[0].offset == 0 for name in plan.buffers)
 
 
+def test_modules_of_one_layout_adjoin_in_a_batch_of_staging_memory():
+    sizes = [300, 100, 300, 100, 300]
+    reads = [read(str(i), info("w", sum(sizes[:i]), size), buffer="checks") for i, size in enumerate(sizes)]
+    plan = plan_reads(reads, [ReadBuffer("checks", 0, "staging", gap=0)])
+    placed = plan.reads_into("checks 0")
+    assert [(found.name, found.offset) for found in placed] == [
+        ("0", 0),
+        ("2", 512),
+        ("4", 1024),
+        ("1", 1536),
+        ("3", 1792),
+    ]
+    assert plan.buffers["checks 0"].nbytes == 2048
+    assert len({id(found.layout) for found in placed}) == 2
+    assert len(plan.requests["checks 0"]) == 1
+    assert sorted(spans(plan, "checks 0")) == [(0, 300), (512, 300), (1024, 300), (1536, 100), (1792, 100)]
+
+
 def test_a_plan_that_reads_nothing_has_no_arena():
     plan = plan_reads(
         [read("map", info("w", 8, 8), how="mapped")], [private(), ReadBuffer("checks", 0, "staging")]

@@ -98,6 +98,19 @@ def test_a_damaged_scale_is_refused_by_name(case, module):
         detected.resolve(MODULE, {**tensors, name: damaged})
 
 
+def test_a_stack_of_layers_is_resolved_as_each_layer(case, module):
+    detected, tensors = module
+    small = {name: tensor for name, tensor in tensors.items() if name != detected.codes_name}
+    stack = {name: torch.stack([tensor] * 3) for name, tensor in small.items()}
+    expected = detected.resolve(MODULE, small)
+    assert detected.resolve_stack(stack) == expected
+    for spec in detected.tensor_specs(IN, OUT):
+        if spec.role == "scale" and spec.name in small:
+            damaged = stack[spec.name].clone()
+            tiny_models.poison(damaged[1].view(-1), 0)
+            assert detected.resolve_stack({**stack, spec.name: damaged}) is None
+
+
 def test_no_other_format_claims_a_module(case, checkpoint):
     """Formats never overlap, so the order of detection has no effect."""
     opened = Checkpoint.open(checkpoint)

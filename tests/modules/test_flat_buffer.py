@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.modules.flat_buffer import FlatBuffer, flat_layout, is_mappable, map_tensor, map_tensors, read_tensor
+from hfq.modules.flat_buffer import (
+    FlatBuffer,
+    flat_layout,
+    is_mappable,
+    map_tensor,
+    map_tensors,
+    read_tensor,
+    stack_tensors,
+)
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 TENSORS = {
@@ -133,3 +141,21 @@ def test_one_misaligned_tensor_is_enough(store):
 def test_every_stored_dtype_that_hfq_can_hold_has_a_torch_dtype_of_its_size():
     sizes = {name: torch_dtype(name).itemsize * 8 for name in DTYPE_BITS if name != "F4"}
     assert sizes == {name: bits for name, bits in DTYPE_BITS.items() if name != "F4"}
+
+
+@pytest.mark.parametrize(
+    ("offsets", "is_view"), [((0, 256, 512), True), ((256, 768), True), ((0, 256, 1024), False)]
+)
+def test_tensors_of_flat_buffers_are_stacked(store, offsets, is_view):
+    infos, reader = store(TENSORS)
+    held = FlatBuffer.read(reader, infos)
+    memory = bytearray(2048)
+    for offset in offsets:
+        memory[offset : offset + held.buffer.numel()] = held.buffer.numpy().tobytes()
+    stacked = stack_tensors(memoryview(memory), offsets, held.segments)
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for name, tensor in TENSORS.items():
+        for layer in stacked[name]:
+            assert same(layer, tensor)
+        if tensor.numel():
+            assert (stacked[name].data_ptr() == start + offsets[0] + held.segments[name].offset) is is_view

@@ -5,11 +5,24 @@ Scales must be finite, and indices must be in range.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from hfq.errors import FormatError
 
-__all__ = ["check_finite", "check_index", "check_positive"]
+__all__ = ["check_finite", "check_index", "check_positive", "with_common"]
+
+
+def with_common(tensors: Mapping[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor] | None:
+    """Returns stacked tensors of layers, with those of these names as the first layer has them.
+
+    Returns None if a tensor of these names differs between the layers.
+    """
+    common = {name: tensors[name] for name in names if name in tensors}
+    if not all(bool((tensor == tensor[:1]).all()) for tensor in common.values()):
+        return None
+    return {**tensors, **{name: tensor[0] for name, tensor in common.items()}}
 
 
 def check_finite(module: str, name: str, scale: torch.Tensor) -> None:

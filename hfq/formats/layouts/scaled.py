@@ -57,6 +57,7 @@ class ScaledCodes(ScaledShards, ScaledOrder):
     columns: ClassVar[str] = "pre_quant_scale"
     multiplier: ClassVar[float] = 1.0
 
+    resolves_each_value = True
     codes_dtype: str = "I8"
     scale_shape: tuple[int, ...] = (1,)
     block: tuple[int, int] | None = None

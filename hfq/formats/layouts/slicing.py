@@ -89,6 +89,22 @@ class GptqShards(Format):
             )
         return not is_trivial
 
+    def _are_scattered(self, g_idx: torch.Tensor, groups: int) -> bool | None:
+        """Returns what `_is_scattered` returns for each layer of a stack.
+
+        Returns None if the layers differ, or an index is wrong.
+        """
+        channels = g_idx.shape[1]
+        span = channels if self.group_size == -1 else self.group_size
+        trivial = torch.arange(channels, dtype=g_idx.dtype, device=g_idx.device) // span
+        is_trivial = (g_idx == trivial).all(1)
+        if bool(is_trivial.all()) and groups == -(-channels // span):
+            return False
+        if bool(is_trivial.any()) or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+            return None
+        used = torch.zeros(len(g_idx), groups, dtype=torch.bool, device=g_idx.device)
+        return True if bool(used.scatter_(1, g_idx.to(torch.int64), True).all()) else None
+
 
 class Fp8Shards(Format):
     """Slices of `Fp8`: at any position, except within groups of the input.

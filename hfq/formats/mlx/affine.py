@@ -65,6 +65,7 @@ class Mlx(MlxWords):
     """
 
     name = "mlx"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "MLX affine (8, 6, 5, 4, 3, 2, 1 bits)",

@@ -44,6 +44,7 @@ class MlxFp4(MlxWords, Fp4Format):
     """
 
     name = "mlx-fp4"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "MLX mxfp4, nvfp4",
@@ -95,6 +96,7 @@ class MlxFp8(MlxWords):
     """mxfp8; see the module docstring."""
 
     name = "mlx-fp8"
+    resolves_each_value = True
     variants = (
         FormatVariant("MLX mxfp8", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp8",), ("mlx-mxfp8",)),
     )

@@ -115,6 +115,9 @@ class ModeloptExpert(Format):
         self.turned.resolve(module, tensors)
         return self
 
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> ModeloptExpert | None:
+        return None if self.turned.resolve_stack(tensors) is None else self
+
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         rows = {

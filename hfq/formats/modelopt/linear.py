@@ -111,6 +111,7 @@ class ModeloptInt4(Format):
     """
 
     name = "modelopt-int4"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "ModelOpt W4A16_AWQ, W4A8_AWQ",
