@@ -25,7 +25,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, FormatVariant, bounded_int
-from hfq.formats.codecs.awq_words import deinterleave, interleave, order_columns
+from hfq.formats.codecs.awq_words import deinterleave, interleave, order_columns, reorder_columns
 from hfq.formats.codecs.bit_packing import pack_stream, unpack_stream
 from hfq.formats.codecs.groups import apply_groups, check_divides
 from hfq.formats.codecs.nibbles import look_up_nibbles
@@ -38,8 +38,7 @@ from hfq.tensor_spec import TensorInfo, TensorSpec
 __all__ = ["Awq"]
 
 Version = Literal["gemm", "gemv", "gemv_fast"]
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column: the inverse of _ORDER
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ class Awq(AwqShards, AwqOrder):
 
     def _pack_columns(self, codes: torch.Tensor) -> torch.Tensor:
         if self.num_bits == 4:
-            codes = codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
+            codes = reorder_columns(codes)
         return pack_stream(codes.t(), self.num_bits).t().contiguous()
 
 

@@ -41,6 +41,7 @@ from hfq.formats.configs.compressed_tensors_config import (
     refuse_float,
     refuse_transforms,
 )
+from hfq.formats.configs.quark_config import is_quark, read_dtype, read_inputs, weight_specs
 from hfq.formats.layouts.row_order import PackOrder
 from hfq.formats.layouts.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.layouts.slicing import PackShards
@@ -64,6 +65,13 @@ class IntQuantized(ScaledCodes):
             ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
             is_emitted=True,
         ),
+        FormatVariant(
+            "Quark int8",
+            "amd-quark",
+            "weight I8, weight_scale, weight_zero_point I8",
+            ("quark-int8",),
+            ("quark-int8",),
+        ),
     )
     scheme: ActivationScheme | None = None
 
@@ -78,6 +86,9 @@ class IntQuantized(ScaledCodes):
         group = group_of(module, config)
         weights = group.get("weights") or {}
         refuse_float(module, weight, weights, config)
+        if is_quark(config):
+            read_dtype(module, weight, config, ("int8",))
+            weights = {"symmetric": weight_specs(module, config)[0].get("symmetric")}
         is_asymmetric = weights.get("symmetric") is False or "weight_zero_point" in tensors
         is_blocked = weights.get("strategy") == "block" and (scale is None or len(scale.shape) == 2)
         block = read_block(weights.get("block_structure"), "block_structure") if is_blocked else None
@@ -87,7 +98,9 @@ class IntQuantized(ScaledCodes):
             block=block,
             zero_dtype="I8" if is_asymmetric else None,
             others=other_tensors(tensors, ("input_scale", "input_zero_point", "output_scale")),
-            scheme=read_activations(group.get("input_activations"), tensors),
+            scheme=read_inputs(module, config)
+            if is_quark(config)
+            else read_activations(group.get("input_activations"), tensors),
         )
         hinted = bounded_int(
             weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module

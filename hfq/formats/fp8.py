@@ -35,6 +35,7 @@ from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.codecs.fp8_codes import scale_as_float, widen_into
 from hfq.formats.codecs.value_checks import check_finite, check_positive
 from hfq.formats.configs.fp8_config import Hints, guess_block, read_hints
+from hfq.formats.configs.quark_config import is_quark, read_dtype
 from hfq.formats.layouts.row_order import Fp8Order
 from hfq.formats.layouts.scaled import Others, other_specs, other_tensors
 from hfq.formats.layouts.slicing import Fp8Shards
@@ -117,6 +118,13 @@ class Fp8(Fp8Shards, Fp8Order):
             ("fp8-gptqmodel-reciprocal",),
             ("gptqmodel-fp8-row",),
         ),
+        FormatVariant(
+            "Quark fp8, ptpc_fp8",
+            "amd-quark",
+            "weight, weight_scale, input_scale",
+            ("fp8-quark-tensor", "fp8-quark-channel"),
+            ("quark-fp8", "quark-ptpc-fp8"),
+        ),
         FormatVariant("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
     )
     codes_dtype: str = "F8_E4M3"
@@ -140,6 +148,8 @@ class Fp8(Fp8Shards, Fp8Order):
         weight = tensors.get("weight")
         if weight is None or weight.dtype not in _CODES or len(weight.shape) != 2:
             return None
+        if is_quark(config):
+            read_dtype(module, weight, config, ("fp8_e4m3" if weight.dtype == "F8_E4M3" else "fp8_e5m2",))
         hints = read_hints(module, config)
         scale_name = next(
             (name for name in _SCALE_NAMES if name in tensors),

@@ -20,6 +20,7 @@ from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
 from hfq.formats.quanto import QuantoBits, QuantoBytes
+from hfq.formats.quark import QuarkInt4
 from hfq.formats.torchao import Torchao
 
 GPTQMODEL = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
@@ -85,6 +86,16 @@ def awq(version: str, group_size: int) -> dict:
         "group_size": group_size,
         "zero_point": True,
         "version": version,
+    }
+
+
+def quark(*specs: dict, pack_method: str = "reorder") -> dict:
+    weight = [{"is_dynamic": False, **spec} for spec in specs]
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight if len(weight) > 1 else weight[0]},
+        "exclude": ["lm_head"],
+        "export": {"pack_method": pack_method, "weight_format": "real_quantized"},
     }
 
 
@@ -307,6 +318,42 @@ CASES = [
         "modelopt-experts-fp8",
         ModeloptExpert(Fp8(strategy="tensor", scale_shape=())),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
+    Case(
+        "fp8-quark-tensor",
+        Fp8(strategy="tensor", scale_shape=(), scale_dtype="BF16"),
+        quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}),
+    ),
+    Case(
+        "fp8-quark-channel",
+        Fp8(strategy="channel", scale_shape=(2,), scale_dtype="BF16"),
+        quark({"dtype": "fp8_e4m3", "qscheme": "per_channel"}),
+    ),
+    Case(
+        "quark-int8",
+        IntQuantized(scale_shape=(), zero_dtype="I8"),
+        quark({"dtype": "int8", "qscheme": "per_tensor", "symmetric": False}),
+    ),
+    Case(
+        "quark-uint4-group",
+        QuarkInt4(group_size=64),
+        quark({"dtype": "uint4", "qscheme": "per_group", "group_size": 64}),
+    ),
+    Case(
+        "quark-int4-group",
+        QuarkInt4(is_signed=True, is_in_order=True, group_size=32),
+        quark({"dtype": "int4", "qscheme": "per_group", "group_size": 32}, pack_method="order"),
+    ),
+    Case("quark-uint4-channel", QuarkInt4(), quark({"dtype": "uint4", "qscheme": "per_channel"})),
+    Case(
+        "quark-int4-channel-order",
+        QuarkInt4(is_signed=True, is_in_order=True),
+        quark({"dtype": "int4", "qscheme": "per_channel"}, pack_method="order"),
+    ),
+    Case(
+        "quark-int4-fp8",
+        QuarkInt4(is_signed=True, is_two_level=True),
+        quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int4", "qscheme": "per_channel"}),
     ),
 ]
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
+from hfq.formats.detection.unsupported import UnsupportedFormatError
 from hfq.loading.saving import SIDE_FILES
 from tests.support import tiny_models
 
@@ -22,16 +23,13 @@ PLACEMENTS = {
 }
 
 
-def checkpoints() -> list[str]:
-    return sorted(path.name for path in tiny_models.SHARED.iterdir()) if tiny_models.SHARED.is_dir() else []
+def folders(is_read: bool = True) -> pytest.MarkDecorator:
+    paths = tiny_models.shared_checkpoints(is_read)
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
 
 
-READ = checkpoints()
-
-
-def load(name, **options):
+def load(path, **options):
     config = HfqConfig(quantize_activations=options.pop("quantize_activations", False))
-    path = tiny_models.SHARED / name
     return AutoModelForCausalLM.from_pretrained(
         path, quantization_config=config, **{"dtype": torch.float32, **options}
     )
@@ -42,11 +40,11 @@ def logits(model, tokens):
         return model(tokens).logits
 
 
-@pytest.mark.parametrize("name", READ)
-def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placement(name):
-    reference = safetensors_torch.load_file(tiny_models.SHARED / name / "reference_weightonly.safetensors")
+@folders()
+def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placement(path):
+    reference = safetensors_torch.load_file(path / "reference_weightonly.safetensors")
     expected, tokens = reference["logits_fp32_weightonly"], reference["input_ids"]
-    found = {key: logits(load(name, device_map=device_map), tokens) for key, device_map in PLACEMENTS.items()}
+    found = {key: logits(load(path, device_map=device_map), tokens) for key, device_map in PLACEMENTS.items()}
     # float32 sums in another order than the reference allow 1e-5 relative L2.
     assert (found["cpu"] - expected).norm() <= 1e-5 * expected.norm()
     assert all(torch.equal(found["cpu"], other) for other in found.values())
@@ -55,21 +53,27 @@ def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placem
 @pytest.mark.parametrize(
     "placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))]
 )
-@pytest.mark.parametrize("name", READ)
-def test_saving_gives_back_every_byte_and_the_config(name, placement, tmp_path):
-    model = load(name, device_map=PLACEMENTS[placement], dtype="auto")
+@folders()
+def test_saving_gives_back_every_byte_and_the_config(path, placement, tmp_path):
+    model = load(path, device_map=PLACEMENTS[placement], dtype="auto")
     model.save_pretrained(tmp_path)
-    assert tiny_models.digests(tmp_path) == tiny_models.digests(tiny_models.SHARED / name)
-    source = json.loads((tiny_models.SHARED / name / "config.json").read_text())
+    assert tiny_models.digests(tmp_path) == tiny_models.digests(path)
+    source = json.loads((path / "config.json").read_text())
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved.get("quantization_config") == source.get("quantization_config")
     for side_file in SIDE_FILES:
-        if (tiny_models.SHARED / name / side_file).is_file():
-            assert (tmp_path / side_file).read_bytes() == (tiny_models.SHARED / name / side_file).read_bytes()
+        if (path / side_file).is_file():
+            assert (tmp_path / side_file).read_bytes() == (path / side_file).read_bytes()
 
 
-@pytest.mark.parametrize("name", READ)
-def test_nothing_is_inflated(name):
-    modules = load(name, device_map={"": "cpu"}).hf_quantizer.loading.quantized.values()
+@folders()
+def test_nothing_is_inflated(path):
+    modules = load(path, device_map={"": "cpu"}).hf_quantizer.loading.quantized.values()
     held = sum(parameter.nbytes for module in modules for parameter in module.parameters())
     assert held <= 1.02 * sum(info.nbytes for module in modules for info in module.infos.values())
+
+
+@folders(is_read=False)
+def test_a_format_that_is_not_read_is_named(path):
+    with pytest.raises(UnsupportedFormatError, match=r"is not supported\. Nothing was loaded"):
+        load(path)

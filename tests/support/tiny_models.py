@@ -13,6 +13,12 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 
 DATA = Path(__file__).parents[1] / "data"
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
+SHARED_2026 = SHARED.with_name("checkpoints_2026")
+UNREAD = frozenset(
+    {"bitnet-bitlinear", "blockwise-int8-ragged", "dsv4-fp8-fp4experts", "gemma-qat-4b2b8b-srq"}
+    | {"qmoe-switch", "quark-mxfp4-wo"}
+)
+"""Folders of `SHARED_2026` that raise an error which names their format."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -42,6 +48,12 @@ _PROJECTIONS = {
     "mlp.down_proj": (128, 256),
 }
 FIRST = "model.layers.0.self_attn.q_proj"
+
+
+def shared_checkpoints(is_read: bool = True) -> list[Path]:
+    """Returns the folders of `SHARED` and `SHARED_2026` that hfq reads, or those that it does not read."""
+    folders = [path for root in (SHARED, SHARED_2026) if root.is_dir() for path in sorted(root.iterdir())]
+    return [path for path in folders if "gguf" not in path.name and (path.name not in UNREAD) == is_read]
 
 
 def size_of(module: str) -> tuple[int, int]:

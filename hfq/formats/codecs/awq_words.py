@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["deinterleave", "interleave", "order_columns"]
+__all__ = ["deinterleave", "interleave", "order_columns", "reorder_columns"]
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def order_columns(words: torch.Tensor) -> torch.Tensor:
@@ -15,6 +17,11 @@ def order_columns(words: torch.Tensor) -> torch.Tensor:
     """
     halves = [_spread(words & 0xFFFF), _spread(words >> 16 & 0xFFFF)]
     return halves[0].bitwise_or_(halves[1].bitwise_left_shift_(4))
+
+
+def reorder_columns(codes: torch.Tensor) -> torch.Tensor:
+    """Returns codes [rows, columns] in the order in which gemm packs them."""
+    return codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
 
 
 def _spread(codes: torch.Tensor) -> torch.Tensor:

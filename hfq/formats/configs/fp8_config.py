@@ -20,6 +20,7 @@ from hfq.formats.configs.compressed_tensors_config import (
     refuse_transforms,
     unusable,
 )
+from hfq.formats.configs.quark_config import read_inputs
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Hints", "guess_block", "read_hints"]
@@ -67,6 +68,8 @@ def read_hints(module: str, config: Mapping) -> Hints:
         ):
             raise unusable("activation_scale_ub", bound, "a positive number")
         return Hints(scheme=ActivationScheme("token", upper_bound=bound), **declared)
+    if method == "quark":
+        return Hints(scheme=read_inputs(module, config), **(declared | {"is_declared": True}))
     bounded_int(config, "bits", lambda bits: bits == 8, "8 for FP8 weights", module)
     block = read_block(config.get("weight_block_size"), "weight_block_size")
     kind = config.get("activation_scheme") or "dynamic"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping
 
 from hfq.errors import FormatError
@@ -22,6 +23,11 @@ _NESTED = ".weight."
 Examples are `weight.absmax` of bitsandbytes and `weight._data` of optimum-quanto.
 """
 
+_QUANTIZERS = re.compile(
+    r"^(?:(.*)\.)?(weight|bias|input|output)_quantizer\.(?:([01])\.)?(scale|zero_point)$"
+)
+"""Names in older exports of Quark: `weight_quantizer.scale` is today's `weight_scale`."""
+
 
 class NotQuantizedFormatError(FormatError):
     """Error for a checkpoint in which no module is in a format that hfq reads."""
@@ -38,13 +44,23 @@ def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, 
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in split_experts(tensors).items():
-        module, nested, local = name.partition(_NESTED)
-        if nested and module:
-            modules.setdefault(module, {})[f"weight.{local}"] = info
-        else:
+        module, local = _split(name)
+        if local in modules.get(module, {}):  # under both names of Quark: the older one is unexpected
             module, _, local = name.rpartition(".")
-            modules.setdefault(module, {})[local] = info
+        modules.setdefault(module, {})[local] = info
     return modules
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Returns the module of a stored tensor and its local name."""
+    module, nested, local = name.partition(_NESTED)
+    if nested and module:
+        return module, f"weight.{local}"
+    older = _QUANTIZERS.match(name) if "_quantizer." in name else None
+    if older:
+        return older[1] or "", f"{older[2]}_{older[4]}{'_2' if older[3] == '1' else ''}"
+    module, _, local = name.rpartition(".")
+    return module, local
 
 
 def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> dict[str, Format]:

@@ -44,7 +44,7 @@ REFUSED = {
     "SINQ": ("quant_method='sinq'", _PLAIN),
     "block-wise int8": ("quant_method='blockwise_int8'", _AGAIN),
     "QQQ": ("quant_method='qqq'", _AGAIN),
-    "Quark FP4 / FP6 / INT4": ("quark, with weight I32, or weight and weight_scale U8", _PLAIN),
+    "Quark FP4 / FP6": ("quark, with weight and weight_scale U8", _PLAIN),
     "DeepSeek-V4": ("weight F8_E4M3 or I8, and scale F8_E8M0; or fp8 with weight I8", _PLAIN),
 }
 """Unsupported formats: format → (how hfq recognizes it, the fix).
@@ -81,8 +81,7 @@ A config names them and their tensors do not.
 """
 
 _CODES: tuple[tuple[str, str | None, dict[str, set[str]]], ...] = (
-    ("Quark FP4 / FP6 / INT4", "quark", {"weight": {"U8"}, "weight_scale": {"U8"}}),
-    ("Quark FP4 / FP6 / INT4", "quark", {"weight": {"I32"}}),
+    ("Quark FP4 / FP6", "quark", {"weight": {"U8"}, "weight_scale": {"U8"}}),
     ("DeepSeek-V4", None, {"weight": {"I8", "F8_E4M3"}, "scale": {"F8_E8M0"}}),
     ("DeepSeek-V4", "fp8", {"weight": {"I8"}}),
 )

@@ -1,4 +1,4 @@
-"""Descriptions of layers whose codes are packed in 32-bit words: GPTQ and AWQ."""
+"""Descriptions of layers of codes in 32-bit words: GPTQ, AWQ, and Quark's uint4."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
+from hfq.formats.quark import QuarkInt4
 from hfq.kernels.cpp.layer_registry import reads
 from hfq.kernels.cpp.layer_struct import AWQ, GPTQ, SCALES, ZERO_READINGS, CppLayer
 from hfq.kernels.cpp.nibble_layers import awq_rows
 
-__all__ = ["MOST_GROUPS", "awq", "gptq"]
+__all__ = ["MOST_GROUPS", "awq", "gptq", "quark"]
 
 MOST_GROUPS = 1024
 """The most groups of input channels.
@@ -72,18 +73,36 @@ def awq(
     """Describes a gemm layer; layers of gemv and gemv_fast have rows of nibbles."""
     if weight_format.version != "gemm":
         return awq_rows(weight_format, tensors, out_features, in_features)
-    scales, zeros = tensors["scales"], tensors[weight_format.zeros_name]
+    return _gemm(tensors["qweight"], tensors["scales"], tensors[weight_format.zeros_name])
+
+
+def _against_quark(weight_format: QuarkInt4, in_features: int) -> str | None:
+    if weight_format.is_signed or weight_format.is_in_order or weight_format.group_size is None:
+        return "it reads uint4 of quark in groups and in Quark's usual order only"
+    return _against_groups(weight_format.group_size, in_features)
+
+
+@reads(QuarkInt4, refuses=_against_quark)
+def quark(
+    weight_format: QuarkInt4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> CppLayer:
+    """Describes a layer in groups, which is one of AWQ's gemm."""
+    return _gemm(tensors["weight"], tensors["weight_scale"], tensors["weight_zero_point"])
+
+
+def _gemm(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> CppLayer:
+    in_features, groups = codes.shape[0], scales.shape[0]
     return CppLayer(
-        codes=tensors["qweight"].data_ptr(),
+        codes=codes.data_ptr(),
         scales=scales.data_ptr(),
         zeros=zeros.data_ptr(),
         in_features=in_features,
-        out_features=out_features,
-        groups=scales.shape[0],
+        out_features=scales.shape[1],
+        groups=groups,
         zero_words=zeros.shape[1],
-        bits=weight_format.num_bits,
+        bits=4,
         kind=AWQ,
         row_nbytes=4 * zeros.shape[1],
-        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size,
+        block_in=in_features // groups,
         scale_dtype=SCALES[scales.dtype],
     )

@@ -57,6 +57,25 @@ def test_a_tensor_without_a_module_stands_beside_the_model_itself(describe):
     assert list(tensors_by_module({"logit_scale": info})) == [""]
 
 
+def test_older_names_of_quark_are_those_of_today(describe):
+    names = ("weight", "weight_quantizer.scale", "weight_quantizer.1.zero_point", "input_quantizer.scale")
+    stored = {info.name: info for info in describe("m.q", **dict.fromkeys(names, ("I32", (8, 1)))).values()}
+    grouped = tensors_by_module(stored)
+    assert {local: info.name for local, info in grouped["m.q"].items()} == {
+        "weight": "m.q.weight",
+        "weight_scale": "m.q.weight_quantizer.scale",
+        "weight_zero_point_2": "m.q.weight_quantizer.1.zero_point",
+        "input_scale": "m.q.input_quantizer.scale",
+    }
+
+
+def test_a_tensor_under_an_older_and_todays_name_is_not_lost(describe):
+    names = ("weight_scale", "weight_quantizer.scale")
+    stored = {info.name: info for info in describe("m.q", **dict.fromkeys(names, ("F32", (8,)))).values()}
+    grouped = tensors_by_module(stored)
+    assert [info.name for tensors in grouped.values() for info in tensors.values()] == list(stored)
+
+
 def test_each_module_has_its_own_format_and_dense_ones_have_none(modules):
     found = detect_formats(modules(a__q=GPTQ_LAYER, a__k=FP8_LAYER, a__norm=NORM, lm_head=DENSE), {})
     assert {module: type(weight_format) for module, weight_format in found.items()} == {

@@ -76,8 +76,7 @@ SEEN = [
         {"weight": WORDS.char(), "weight_scale_inv": FLOATS[:1, :1]},
     ),
     ("QQQ", {"quant_method": "qqq"}, {"B": WORDS, "s_channel": FLOATS, "s_group": FLOATS}),
-    ("Quark FP4 / FP6 / INT4", QUARK, {"weight": BYTES, "weight_scale": BYTES}),
-    ("Quark FP4 / FP6 / INT4", QUARK, {"weight": WORDS, "weight_scale": FLOATS, "weight_zero_point": WORDS}),
+    ("Quark FP4 / FP6", QUARK, {"weight": BYTES, "weight_scale": BYTES}),
     ("DeepSeek-V4", FP8, {"weight": WORDS.char(), "scale": POWERS}),
     ("DeepSeek-V4", FP8, {"weight": FLOATS.to(torch.float8_e4m3fn), "scale": POWERS}),
     (

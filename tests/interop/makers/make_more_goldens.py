@@ -8,6 +8,7 @@ bfloat16 if the file would exceed 5 KiB. Run it in each environment in turn, wit
     python make_more_goldens.py modelopt
     python make_more_goldens.py autoround
     python make_more_goldens.py mlx
+    python make_more_goldens.py quark
 """
 
 import argparse
@@ -107,6 +108,19 @@ def autoround(m) -> dict[str, tuple]:
     }
 
 
+def quark(m) -> dict[str, tuple]:
+    return {
+        "fp8": (m.make("fp8", sizes=TINY), QUERY),
+        "ptpc-fp8": (m.make("ptpc_fp8", sizes=TINY), QUERY),
+        "int8": (m.make("int8", sizes=TINY), QUERY),
+        "uint4-g32": (m.make("uint4_wo_32", sizes=TINY), QUERY),
+        "int4-g32-order": (m.make("int4_wo_32", pack_method="order", sizes=TINY), QUERY),
+        "uint4-channel": (m.make("uint4_wo_per_channel", sizes=TINY), QUERY),
+        "int4-channel": (m.make("int4_wo_per_channel", sizes=TINY), QUERY),
+        "int4-fp8": (m.make("int4_fp8", sizes=TINY), QUERY),
+    }
+
+
 def transformers(m) -> dict[str, tuple]:
     return {
         "fp8-ragged": (m.fp8("llama", block=(24, 32), **TINY | {"hidden_size": 68}), QUERY),
@@ -132,10 +146,16 @@ PEERS: dict[str, Callable] = {
     "hqq": hqq,
     "modelopt": modelopt,
     "autoround": autoround,
+    "quark": quark,
     "transformers": transformers,
     "mlx": mlx,
 }
-PACKAGES = {"quanto": "optimum-quanto", "modelopt": "nvidia-modelopt", "autoround": "auto-round"}
+PACKAGES = {
+    "quanto": "optimum-quanto",
+    "modelopt": "nvidia-modelopt",
+    "autoround": "auto-round",
+    "quark": "amd-quark",
+}
 
 
 def run(module, maker, folder: Path) -> dict[str, torch.Tensor]:

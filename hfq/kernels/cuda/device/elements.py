@@ -136,6 +136,8 @@ def channel_of(w, p: tl.constexpr, LAYOUT: tl.constexpr):
         channel = w // 8 * 64 + w % 8 // 4 * 32 + p % 4 * 8 + w % 4 * 2 + p // 4
     elif LAYOUT.place == "high_first" and LAYOUT.loading == "runs":
         channel = w * LAYOUT.positions + (p ^ 1)
+    elif LAYOUT.place == "awq" and LAYOUT.loading == "runs":
+        channel = w * LAYOUT.positions + p // 8 * 8 + p % 4 * 2 + p % 8 // 4
     else:
         channel = w * LAYOUT.positions + p
     return channel

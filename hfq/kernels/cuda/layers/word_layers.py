@@ -1,6 +1,6 @@
 """Descriptions of layers of packed integers.
 
-Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, and ModelOpt int4.
+Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, ModelOpt int4, and Quark's int4 and uint4.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from hfq.formats.hqq import Hqq
 from hfq.formats.mlx.affine import Mlx
 from hfq.formats.modelopt.linear import ModeloptInt4
 from hfq.formats.quanto import QuantoBits
+from hfq.formats.quark import QuarkInt4
 from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import PLANES, Layer, Layout, Place
 
-__all__ = ["awq", "gptq", "hqq", "mlx", "modelopt_int4", "pack_quantized", "quanto"]
+__all__ = ["awq", "gptq", "hqq", "mlx", "modelopt_int4", "pack_quantized", "quanto", "quark"]
 
 Tensors = Mapping[str, torch.Tensor]
+
+_EIGHTS = -0x77777778
+"""Eight nibbles of 8, as int32."""
 
 
 @describes(Gptq)
@@ -216,4 +220,40 @@ def modelopt_int4(
         scale_n=scale.shape[1],
         scale_g=1,
         columns=tensors["pre_quant_scale"] if weight_format.has_columns else None,
+    )
+
+
+@describes(QuarkInt4)
+def quark(weight_format: QuarkInt4, tensors: Tensors, out_features: int, in_features: int) -> Layer:
+    """Describes words along the output (groups), or along the input (channels)."""
+    codes, scales = tensors["weight"], tensors[weight_format.scale_name]
+    zeros: torch.Tensor | None = tensors[weight_format.zero_name].view(-1, out_features // 8)
+    zero: Any = {"zero": "packed", "zero_place": "plain" if weight_format.is_in_order else "awq"}
+    if not weight_format.has_zeros:
+        zero, zeros = {}, None
+    elif weight_format.is_signed:  # packed zero points are unsigned
+        zero, zeros = zero | {"zero_middle": 8.0}, tensors[weight_format.zero_name] ^ _EIGHTS
+    is_by_row = weight_format.group_size is None
+    layout = Layout(
+        "integers",
+        4,
+        along="k" if is_by_row else "n",
+        place="plain" if weight_format.is_in_order else "awq",
+        signed=weight_format.is_signed,
+        span=weight_format.group_size or max(in_features, 1),
+        shared="multiplies" if weight_format.is_two_level else "none",
+        **zero,
+    )
+    return Layer(
+        layout,
+        codes,
+        scales,
+        out_features,
+        in_features,
+        code_other=codes.shape[1],
+        scale_n=1,
+        scale_g=out_features,
+        zeros=zeros,
+        zero_other=out_features // 8,
+        shared=tensors["weight_scale"] if weight_format.is_two_level else None,
     )
