@@ -11,12 +11,14 @@ __all__ = [
     "DTYPE_BITS",
     "DEVICE_ALIGNMENT",
     "SEGMENT_ALIGNMENT",
+    "Blocks",
     "ByteRange",
     "ByteRuns",
     "Cut",
     "LayerSlice",
     "Role",
     "Segment",
+    "StoredOrder",
     "TensorInfo",
     "TensorSpec",
     "segment_layout",
@@ -81,6 +83,41 @@ class ByteRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredOrder:
+    """Order in which a file stores the rows or columns of a weight.
+
+    From element `start` on, the file has them as [outer, first, second, inner], and the model as [outer,
+    second, first, inner]. Elements before `start` have the same order in both.
+    """
+
+    start: int
+    outer: int
+    first: int
+    second: int
+    inner: int
+
+    @property
+    def size(self) -> int:
+        """The number of rows or columns."""
+        return self.start + self.outer * self.first * self.second * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Type of a tensor in a GGUF file, and the order of its elements.
+
+    Attributes:
+        type: The name in ggml, such as `Q4_K` or `BF16`.
+        rows: The order of the rows; None for the model's own.
+        columns: The order of the columns; None for the model's own.
+    """
+
+    type: str
+    rows: StoredOrder | None = None
+    columns: StoredOrder | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One stored tensor as the header of its file describes it.
 
@@ -91,6 +128,7 @@ class TensorInfo:
         range: The bytes of the tensor in its file.
         part_of: The name of the stored tensor that this one is a slice of, such as one expert of a fused
             tensor; None if it is a whole tensor.
+        blocks: The type of a tensor in a GGUF file; None for other files.
     """
 
     name: str
@@ -98,6 +136,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     range: ByteRange
     part_of: str | None = None
+    blocks: Blocks | None = None
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +147,8 @@ class TensorInfo:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+        is_coded = self.blocks is not None and self.blocks.type != self.dtype
+        return f"{self.dtype} {list(self.shape)}{f' of {self.blocks.type}' if is_coded else ''}"  # type: ignore
 
 
 @dataclass(frozen=True, slots=True)

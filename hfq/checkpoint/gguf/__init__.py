@@ -1,0 +1,1 @@
+"""GGUF files: validated headers, block types, split files, and names of tensors."""

@@ -1,0 +1,92 @@
+"""The GGUF files of one model: a single file, or the parts of a split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hfq.checkpoint.gguf.header import GgufHeader
+from hfq.errors import CheckpointError
+
+__all__ = ["check_parts", "find_gguf", "parts_of"]
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_OTHER_FILES = ("mmproj-", "mtp-")
+"""Starts of the names of files that accompany a model: image encoders and draft layers."""
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """Returns the GGUF file of a folder, or the first part of the split.
+
+    Returns None for a folder without a GGUF file.
+
+    Raises:
+        CheckpointError: The folder holds several models.
+    """
+    names = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.suffix == ".gguf" and not entry.name.startswith(_OTHER_FILES)
+    )
+    models: dict[str, str] = {}
+    for name in names:
+        part = _PART.fullmatch(name)
+        models.setdefault(part["stem"] if part else name, name)
+    if len(models) > 1:
+        first = next(iter(models.values()))
+        raise CheckpointError(
+            "The folder holds several GGUF models. Nothing was loaded.",
+            file=folder,
+            expected="one GGUF file, or the parts of one split",
+            found=", ".join([*models.values()][:12]),
+            fix=f"Name one of them: from_pretrained(…, gguf_file={first!r}), or {folder / first} on the "
+            "command line.",
+        )
+    return folder / next(iter(models.values())) if models else None
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Returns the files of the split that a file is part of, in order; other files are alone.
+
+    Raises:
+        CheckpointError: The name counts no parts, or more than a file system holds.
+    """
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    number, count = int(part["number"]), int(part["count"])
+    if not 1 <= number <= count:
+        raise CheckpointError(
+            "The name of a part of a split GGUF file is not valid. Nothing was loaded.",
+            file=file,
+            expected="-00001-of-NNNNN to -NNNNN-of-NNNNN",
+            found=file.name,
+            fix="Restore the names that the files were published with.",
+        )
+    return [
+        file.with_name(f"{part['stem']}-{index:05d}-of-{part['count']}.gguf") for index in range(1, count + 1)
+    ]
+
+
+def check_parts(headers: Sequence[GgufHeader]) -> None:
+    """Checks that headers are those of a single file, or of all parts of one split in order.
+
+    Raises:
+        CheckpointError: A part is of another split, or tensors are missing.
+    """
+    count = len(headers)
+    tensors = sum(len(header.tensors) for header in headers)
+    for number, header in enumerate(headers):
+        expected = {"split.count": count, "split.no": number, "split.tensors.count": tensors}
+        if count == 1 and header.keys.get("split.count", 1) == 1:
+            return
+        for key, value in expected.items():
+            if header.keys.get(key) != value:
+                raise CheckpointError(
+                    "The parts of a split GGUF file do not belong together. Nothing was loaded.",
+                    file=header.file,
+                    expected=f"{key}={value}",
+                    found=f"{key}={header.keys.get(key)}",
+                    fix="Download all parts again, under the names that they were published with.",
+                )
