@@ -102,7 +102,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
 
 def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> dict:
     codes, bits = tensors.get(found.codes_name), found.bits_per_code
-    weights = codes.nbytes * 8 // bits if codes is not None and bits else 0
+    weights = int(codes.nbytes * 8 // bits) if codes is not None and bits else 0
     nbytes = sum(info.nbytes for info in tensors.values())
     entry = {"module": name, "format": found.describe(), "weights": weights, "nbytes": nbytes}
     return entry | {"bits_per_weight": round(nbytes * 8 / weights, 3) if weights else None}

@@ -162,8 +162,8 @@ class Format(ABC):
         """The local name of the tensor that holds the codes."""
 
     @property
-    def bits_per_code(self) -> int:
-        """The number of bits of one code in the file."""
+    def bits_per_code(self) -> float:
+        """The number of bits of one code in the file, with those of scales in the same tensor."""
         return getattr(self, "num_bits", 8)
 
     @property

@@ -1,11 +1,25 @@
 """GGUF files with any content, valid or not."""
 
+import hashlib
 import math
 import struct
 
+import numpy as np
+
 from hfq.checkpoint.gguf.block_types import BLOCK_TYPES, block_type
 
-__all__ = ["IDS", "U32", "STRING", "ARRAY", "entry", "key", "nbytes_of", "pack", "write_gguf"]
+__all__ = [
+    "IDS",
+    "U32",
+    "STRING",
+    "ARRAY",
+    "entry",
+    "key",
+    "nbytes_of",
+    "pack",
+    "random_blocks",
+    "write_gguf",
+]
 
 IDS = {found.name: number for number, found in BLOCK_TYPES.items()}
 """ggml's number of each type."""
@@ -83,3 +97,41 @@ def write_gguf(path, metadata, tensors, alignment=32):
         keys.append(key("general.alignment", U32, alignment))
     path.write_bytes(pack(keys, entries, data, alignment=alignment))
     return path
+
+
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "Q1_0": (0,), "Q2_0": (0,),
+}  # fmt: skip
+"""Where the float16 scales of each type are in a block."""
+
+
+def random_blocks(name, count, seed=0, scale=None):
+    """Returns random blocks of a type, uint8 [count, bytes], with finite scales.
+
+    Args:
+        name: The type.
+        count: The number of blocks.
+        seed: The seed.
+        scale: The most amplitude of a scale; None for any that is finite.
+    """
+    kind = block_type(name)
+    stream = b"".join(
+        hashlib.sha256(f"{name} {seed} {part}".encode()).digest()
+        for part in range(count * kind.nbytes // 32 + 1)
+    )
+    blocks = np.frombuffer(stream, np.uint8)[: count * kind.nbytes].reshape(count, kind.nbytes).copy()
+    for place in _HALVES.get(name, ()):
+        blocks[:, place + 1] &= 0xBF  # an exponent of at most 15
+        if scale is not None:
+            halves = (blocks[:, place].astype(np.float32) / 128 - 1) * scale
+            blocks[:, place : place + 2] = halves.astype(np.float16).view(np.uint8).reshape(count, 2)
+    if name == "IQ1_M":  # the highest bits of a scale that four words share
+        blocks[:, 55] &= 0xBF if scale is None else 0x1F
+    if name == "MXFP4":
+        blocks[:, 0] = blocks[:, 0] % 100 + 50 if scale is None else 120 + blocks[:, 0] % 4
+    if name == "NVFP4" and scale is not None:
+        blocks[:, :4] = 24 + blocks[:, :4] % 8
+    return blocks

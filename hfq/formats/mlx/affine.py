@@ -44,10 +44,10 @@ class MlxWords(Format):
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         out_features, words = tensors["weight"].shape
-        return out_features, words * 32 // self.bits_per_code
+        return out_features, int(words * 32 // self.bits_per_code)
 
     def _specs(self, in_features: int, out_features: int, *scales: TensorSpec) -> tuple[TensorSpec, ...]:
-        words = in_features * self.bits_per_code // 32
+        words = int(in_features * self.bits_per_code // 32)
         bias = TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True)
         return TensorSpec("weight", ("U32",), (out_features, words), "codes"), *scales, bias
 

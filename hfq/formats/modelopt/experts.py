@@ -97,7 +97,7 @@ class ModeloptExpert(Format):
         return TRANSPOSED
 
     @property
-    def bits_per_code(self) -> int:
+    def bits_per_code(self) -> float:
         return self.turned.bits_per_code
 
     @property
@@ -106,7 +106,7 @@ class ModeloptExpert(Format):
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         rows, out_features = tensors[TRANSPOSED].shape
-        return out_features, rows * 8 // self.bits_per_code
+        return out_features, int(rows * 8 // self.bits_per_code)
 
     def describe(self) -> str:
         return f"{self.turned.describe()} transposed"

@@ -114,7 +114,7 @@ def _size(name: str, found: Format | None, tensors: Mapping[str, TensorInfo]) ->
     if (
         out * into == 0 and bits and codes.dtype == "I32" and len(codes.shape) == 2
     ):  # compressed-tensors: words along the input
-        out, into = codes.shape[0], codes.shape[1] * 32 // bits
+        out, into = codes.shape[0], int(codes.shape[1] * 32 // bits)
     if out * into == 0:
         raise PlacementError(
             "The headers do not tell the size of a layer, so its adapter cannot be counted.",

@@ -1,0 +1,1 @@
+"""Decoders of ggml's blocks, bit-identical to ggml's own."""

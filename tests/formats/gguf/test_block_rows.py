@@ -1,0 +1,142 @@
+"""Rows of ggml's blocks as layers: detection, sizes, the orders of rows and columns, and scales."""
+
+import pytest
+import torch
+
+from hfq import FormatError
+from hfq.formats import detect_formats
+from hfq.formats.codecs.ggml.blocks import decode_into
+from hfq.formats.gguf.block_rows import Gguf, positions
+from hfq.tensor_spec import Blocks, ByteRange, StoredOrder, TensorInfo
+from tests.support.checkpoint_files import refused
+from tests.support.gguf_files import random_blocks
+
+ROPE = StoredOrder(0, 2, 4, 2, 1)  # two heads of eight rows, stored in pairs
+TILED = StoredOrder(4, 1, 3, 2, 2)
+
+
+def info(name, dtype, shape, blocks=None, part_of=None):
+    return TensorInfo(name, dtype, shape, ByteRange("x.gguf", 0, 0), part_of, blocks)
+
+
+def weights(name, rows, columns, size=32):
+    raw = torch.from_numpy(random_blocks(name, rows * columns // size)).view(rows, -1)
+    values = torch.empty(rows, columns)
+    decode_into(values, raw, name, raw.shape[1] * size // columns)
+    return raw, values
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_found"),
+    [
+        (info("m.weight", "U8", (4, 18), Blocks("Q4_0")), True),
+        (info("m.weight", "U8", (4, 18)), False),
+        (info("m.weight", "U8", (2, 4, 18), Blocks("Q4_0")), False),
+        (info("m.weight", "BF16", (4, 32), Blocks("BF16")), False),
+        (info("m.weight", "BF16", (16, 32), Blocks("BF16", rows=ROPE)), True),
+        (info("m.weight", "F32", (4, 16), Blocks("F32", columns=ROPE)), True),
+        (info("m.0.weight", "F16", (4, 32), Blocks("F16"), "m.weight"), True),
+        (info("m.weight", "I32", (4, 32), Blocks("I32")), False),
+    ],
+)
+def test_layers_are_told_from_unquantized_weights(weight, is_found):
+    assert Gguf.detect("m", {"weight": weight}, {}) == (Gguf(weight.blocks) if is_found else None)
+
+
+def test_a_layer_with_a_scale_says_so():
+    tensors = {
+        "weight": info("m.weight", "U8", (4, 36), Blocks("NVFP4")),
+        "scale": info("m.scale", "F32", (1,), Blocks("F32")),
+        "input_scale": info("m.input_scale", "F32", (1,), Blocks("F32")),
+    }
+    found = detect_formats({"m": tensors}, {})["m"]
+    assert found == Gguf(Blocks("NVFP4"), (1,), (("input_scale", "F32", (1,)),))
+    specs = {spec.name: spec for spec in found.tensor_specs(64, 4)}
+    assert [str(specs[name]) for name in ("weight", "scale", "bias")] == [
+        "U8 [4, 36]",
+        "F32 [1]",
+        "F16 or BF16 or F32 [4]",
+    ]
+    assert specs.keys() == {"weight", "scale", "input_scale", "bias"}
+    assert (found.describe(), found.bits_per_code, found.codes_name) == ("gguf NVFP4", 4.5, "weight")
+
+
+@pytest.mark.parametrize(
+    ("type_name", "shape", "expected"),
+    [
+        ("Q4_K", (6, 288), (6, 512)),
+        ("Q8_0", (6, 34), (6, 32)),
+        ("BF16", (6, 40), (6, 40)),
+        ("F32", (1, 1), (1, 1)),
+    ],
+)
+def test_sizes_come_from_the_bytes_of_a_row(type_name, shape, expected):
+    found = Gguf(Blocks(type_name))
+    assert found.shape({"weight": torch.empty(shape)}) == expected
+    assert next(iter(found.tensor_specs(*expected[::-1]))).shape == shape
+
+
+def test_a_layer_whose_rows_are_no_whole_blocks_is_refused():
+    with refused("Q4_K cannot hold a layer", "block=256", "100 input channels", kind=FormatError):
+        Gguf(Blocks("Q4_K")).tensor_specs(100, 4)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [(Blocks("Q4_0", rows=ROPE), "expected: 8 rows"), (Blocks("Q4_0", columns=ROPE), "expected: 32 columns")],
+)
+def test_an_order_of_another_size_is_refused(blocks, words):
+    with refused(words, "found: 16", kind=FormatError):
+        Gguf(blocks).sized(32, 8)
+
+
+def test_rows_of_attention_heads_are_in_the_order_of_the_model():
+    raw, values = weights("Q4_0", 16, 64)
+    # llama.cpp's converter: w.reshape(heads, 2, size / 2, columns).swapaxes(1, 2)
+    model = values.reshape(2, 4, 2, 64).swapaxes(1, 2).reshape(16, 64)
+    assert torch.equal(model.reshape(2, 2, 4, 64).swapaxes(1, 2).reshape(16, 64), values)
+    found = Gguf(Blocks("Q4_0", rows=ROPE)).sized(64, 16)
+    assert torch.equal(found.dequantize({"weight": raw}), model)
+    panel = torch.empty(3, 64)
+    found.dequantize_into(panel, {"weight": raw}, 5)
+    assert torch.equal(panel, model[5:8])
+
+
+@pytest.mark.parametrize("order", [ROPE, TILED])
+def test_columns_and_rows_are_in_the_order_of_the_model(order):
+    values = torch.arange(float(order.size**2)).view(order.size, order.size)
+    columns = positions(order, torch.device("cpu"))
+    assert sorted(columns.tolist()) == list(range(order.size))
+    assert columns[: order.start].tolist() == list(range(order.start))
+    found = Gguf(Blocks("F32", rows=order, columns=order))
+    assert torch.equal(found.dequantize({"weight": values}), values[columns][:, columns])
+
+
+def test_a_scale_multiplies_all_weights():
+    raw, values = weights("NVFP4", 4, 128, 64)
+    tensors = {"weight": raw, "scale": torch.tensor([0.37])}
+    found = Gguf(Blocks("NVFP4"), (1,))
+    assert torch.equal(found.dequantize(tensors), values * torch.tensor(0.37))
+    assert found.resolve("m", tensors) is found
+    for scale, words in (
+        (torch.tensor([float("nan")]), "not finite"),
+        (torch.ones(2), "more than one value"),
+    ):
+        with refused(words, kind=FormatError, tensor="m.scale"):
+            found.resolve("m", {"weight": raw, "scale": scale})
+
+
+@pytest.mark.parametrize("rows", [None, ROPE])
+def test_reordered_rows_have_the_same_weights(rows):
+    raw, _ = weights("Q5_K", 16, 256, 256)
+    found = Gguf(Blocks("Q5_K", rows=rows))
+    tensors = {"weight": raw, "bias": torch.arange(16.0)}
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    other, moved = found.reorder(tensors, order)
+    assert torch.equal(other.dequantize(moved), found.dequantize(tensors)[order])
+    assert torch.equal(moved["bias"], tensors["bias"][order])
+
+
+def test_nothing_is_quantized_to_gguf():
+    with refused("does not quantize to GGUF", kind=FormatError):
+        Gguf(Blocks("Q4_0")).quantize(torch.zeros(1, 32))
