@@ -14,6 +14,7 @@ from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.offloaded_parameter import OffloadedParameter
+from hfq.modules.output_head import OutputHead
 from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["dequantize_model", "no_dequantization"]
@@ -44,6 +45,8 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype) -> None:
         elif isinstance(module, ConcatLinear):
             layers = [_unquantized(layer, dtype) for layer in module.values()]  # type: ignore[arg-type]
             _replace(model, name, _concatenated(layers))
+        elif isinstance(module, OutputHead):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _check(model: nn.Module) -> None:

@@ -51,6 +51,7 @@ from hfq.modules.experts import QuantizedExperts
 from hfq.modules.late_tensor import await_outputs
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.offloaded_parameter import OffloadedParameter
+from hfq.modules.output_head import replace_head
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.expert_cache import default_limits
@@ -106,6 +107,8 @@ class ModelLoader(LoadState):
         if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
         self.quantized = replace_modules(model, self.match, self.config, self._dtypes)
+        if self.quantized and self.config.kernel in ("auto", "cpp"):
+            replace_head(model)
         report_dtype(model)
         self._quantized_names = {
             f"{name}.{local}" for name, module in self.quantized.items() for local in module.infos

@@ -213,6 +213,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         int64,
         ctypes.c_int,
     ]
+    loaded.hfq_dense.argtypes = [ctypes.c_char_p]
     for function in (loaded.hfq_experts_in, loaded.hfq_experts_out):
         function.argtypes, function.restype = [ctypes.c_char_p], int64
     loaded.hfq_dequantize.argtypes = [pointer, int64, int64, pointer, int32, ctypes.c_int]

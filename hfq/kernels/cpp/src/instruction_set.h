@@ -32,6 +32,7 @@ namespace HFQ_ISA_NAME {
 #include "act_order.h"
 #include "column_major.h"
 #include "expert_sums.h"
+#include "dense_rows.h"
 
 }  // namespace HFQ_ISA_NAME
 }  // namespace

@@ -50,6 +50,7 @@
 #include "dispatch.h"
 #include "grouped.h"
 #include "experts.h"
+#include "dense.h"
 
 extern "C" {
 
@@ -164,6 +165,10 @@ int64_t hfq_experts_in(const ExpertsIn *given) { return experts_in(*given); }
 // Multiplies the rows of each expert by its last layer, and adds up the results of each token, see
 // `ExpertsOut`. Returns as hfq_experts_in.
 int64_t hfq_experts_out(const ExpertsOut *given) { return experts_out(*given); }
+
+// Multiplies few rows by a weight of 16-bit floats. Returns 0, -1 for other rows or dtypes, or -3 if memory
+// ran out.
+int hfq_dense(const DenseArguments *given) { return multiply_dense(*given); }
 
 // Dequantizes output rows [start, start + count) to float32 or bfloat16 [count, in_features], or, for GPTQ
 // and AWQ, [in_features, count]. Returns as hfq_linear.

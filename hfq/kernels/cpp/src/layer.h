@@ -133,6 +133,21 @@ struct ExpertSums {
     int32_t weights_dtype;    // Dtype of the weights
 };
 
+// A product of few rows of activations by a weight of 16-bit floats.
+struct DenseProduct {
+    const char *weight;  // address of the weight, of `dtype` [outputs, channels]
+    const float *x;      // activations, see spread_row
+    char *y;             // address of the results, of `dtype` [rows, outputs]
+    int64_t rows;        // rows of activations, at most DENSE_ROWS
+    int64_t channels;    // channels of a row
+    int64_t stride;      // floats from one row of `x` to the next
+    int64_t outputs;     // outputs of a row
+    int64_t width;       // outputs per part
+    int32_t dtype;       // BF16 or F16
+};
+
+const int64_t DENSE_ROWS = 8;
+
 // Rows to which biases are added.
 struct BiasedRows {
     const int64_t *ends;  // number of rows up to the end of each expert's rows
