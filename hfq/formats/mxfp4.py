@@ -1,12 +1,12 @@
 """MXFP4, with power-of-two scales (E8M0) of 32 channels, and MXINT4, with the same tensors.
 
-    weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]
+    weight_packed U8 [out, in / 2] (ModelOpt, Quark: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]
     W[n, k] = code[n, k] * 2**(weight_scale[n, k // 32] - 127)
 
 A code is E2M1. For auto-round's data_type mx_int, it is a sign and a magnitude in quarters. The experts of
 gpt-oss are in gpt_oss.py.
 
-Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt.
+Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt, Quark.
 Format: OCP Microscaling Formats 1.0.
 """
 
@@ -29,6 +29,7 @@ from hfq.formats.configs.compressed_tensors_config import (
     refuse_transforms,
 )
 from hfq.formats.configs.gptq_config import module_options
+from hfq.formats.configs.quark_config import float_codes, read_inputs
 from hfq.formats.detection.unsupported import refused
 from hfq.formats.layouts.fp4 import E2M1, OTHERS, Fp4Format, powers, store_powers
 from hfq.formats.layouts.scaled import other_tensors
@@ -46,7 +47,7 @@ class Mxfp4(Fp4Format):
 
     Attributes:
         scale_dtype: U8 or F8_E8M0.
-        stored_codes_name: `weight_packed`, or `weight` (ModelOpt).
+        stored_codes_name: `weight_packed`, or `weight` (ModelOpt, Quark).
         is_integer: True if the codes are MXINT4.
     """
 
@@ -71,6 +72,9 @@ class Mxfp4(Fp4Format):
         FormatVariant(
             "MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)
         ),
+        FormatVariant(
+            "MXFP4 (Quark)", "amd-quark", "weight U8, weight_scale U8", ("mxfp4-quark",), ("quark-mxfp4",)
+        ),
     )
     scale_dtype: str = "U8"
     stored_codes_name: str = "weight_packed"
@@ -83,12 +87,15 @@ class Mxfp4(Fp4Format):
         codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
         if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
             return None
+        quark = float_codes(module, config)
+        if quark is not None and quark != "fp4 e8m0":
+            return None
         kinds = (
             str(config.get("data_type") or ""),
             format_of(module, config),
             str(config.get("quant_algo")).lower(),
         )
-        is_named = any(kind.startswith(("mx_", "mxfp4")) for kind in kinds)
+        is_named = quark is not None or any(kind.startswith(("mx_", "mxfp4")) for kind in kinds)
         if scale is None and not is_named:
             return None
         is_of_sixteen = scale is not None and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
@@ -99,8 +106,10 @@ class Mxfp4(Fp4Format):
         return cls(
             scale_dtype=scale.dtype if scale is not None else "U8",
             stored_codes_name=codes_name,
-            is_integer=_is_mxint4(module, codes, config),
-            scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
+            is_integer=quark is None and _is_mxint4(module, codes, config),
+            scheme=read_inputs(module, config)
+            if quark
+            else read_activations(group_of(module, config).get("input_activations"), tensors),
             others=other_tensors(tensors, OTHERS),
         )
 
@@ -121,8 +130,7 @@ class Mxfp4(Fp4Format):
         return self.stored_codes_name
 
     def describe(self) -> str:
-        kind = "mxint4" if self.is_integer else "mxfp4"
-        return kind if self.stored_codes_name == "weight_packed" else f"{kind} modelopt"
+        return "mxint4" if self.is_integer else "mxfp4"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4:
         check_finite(module, "weight_scale", powers(tensors["weight_scale"]))

@@ -3,7 +3,7 @@
 compressed-tensors (nvfp4-pack-quantized), auto-round:
     weight_packed U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16], weight_global_scale F32 [1]
     W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] / weight_global_scale)
-ModelOpt:
+ModelOpt, Quark:
     weight U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32)
     weight_scale_2 F32 []
     W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] * weight_scale_2)
@@ -25,6 +25,7 @@ from hfq.formats.configs.compressed_tensors_config import (
     read_activations,
     refuse_transforms,
 )
+from hfq.formats.configs.quark_config import float_codes, read_inputs
 from hfq.formats.layouts.fp4 import OTHERS, Fp4Format
 from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
@@ -37,7 +38,7 @@ class Nvfp4(Fp4Format):
     """NVFP4; see the module docstring.
 
     Attributes:
-        stored_codes_name: `weight_packed` (compressed-tensors) or `weight` (ModelOpt).
+        stored_codes_name: `weight_packed` (compressed-tensors) or `weight` (ModelOpt, Quark).
         global_shape: The shape of the global scale on disk.
         group_size: 16, or 32 in ModelOpt's W4A8_NVFP4_FP8.
     """
@@ -59,6 +60,13 @@ class Nvfp4(Fp4Format):
             ("nvfp4-modelopt",),
             ("modelopt-nvfp4",),
         ),
+        FormatVariant(
+            "NVFP4 (Quark)",
+            "amd-quark",
+            "weight U8, weight_scale F8_E4M3, weight_scale_2",
+            ("nvfp4-quark",),
+            ("quark-nvfp4",),
+        ),
     )
     stored_codes_name: str = "weight_packed"
     global_shape: tuple[int, ...] = (1,)
@@ -70,8 +78,13 @@ class Nvfp4(Fp4Format):
         codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
         if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
             return None
+        quark = float_codes(module, config)
+        if quark is not None and quark != "fp4 fp8_e4m3":
+            return None
         global_name = "weight_global_scale" if codes_name == "weight_packed" else "weight_scale_2"
-        says_nvfp4 = "nvfp4" in format_of(module, config) or config.get("quant_algo") == "NVFP4"
+        says_nvfp4 = (
+            "nvfp4" in format_of(module, config) or config.get("quant_algo") == "NVFP4" or quark is not None
+        )
         is_nvfp4 = says_nvfp4 if scale is None else scale.dtype == "F8_E4M3"
         if not is_nvfp4 or (codes_name == "weight" and global_name not in tensors and not says_nvfp4):
             return None
@@ -82,8 +95,10 @@ class Nvfp4(Fp4Format):
             stored_codes_name=codes_name,
             group_size=32 if is_wide and codes_name == "weight" else 16,
             global_shape=stored.shape if stored is not None and stored.numel == 1 else (1,),
-            scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
-            others=other_tensors(tensors, OTHERS),
+            scheme=read_inputs(module, config)
+            if quark
+            else read_activations(group_of(module, config).get("input_activations"), tensors),
+            others=other_tensors(tensors, (*OTHERS, "input_scale_2")),
         )
 
     @property
@@ -105,7 +120,7 @@ class Nvfp4(Fp4Format):
         )
 
     def describe(self) -> str:
-        return "nvfp4" if self.stored_codes_name == "weight_packed" else f"nvfp4 modelopt g{self.group_size}"
+        return "nvfp4" if self.stored_codes_name == "weight_packed" else f"nvfp4 g{self.group_size}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Nvfp4:
         check_finite(module, "weight_scale", tensors["weight_scale"])

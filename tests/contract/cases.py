@@ -17,6 +17,7 @@ from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.modelopt.experts import ModeloptExpert
 from hfq.formats.modelopt.linear import ModeloptInt4, ModeloptInt8
 from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.mxfp6 import Mxfp6
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
 from hfq.formats.quanto import QuantoBits, QuantoBytes
@@ -318,6 +319,31 @@ CASES = [
         "modelopt-experts-fp8",
         ModeloptExpert(Fp8(strategy="tensor", scale_shape=())),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
+    Case(
+        "mxfp4-quark",
+        Mxfp4(stored_codes_name="weight"),
+        quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}),
+    ),
+    Case("mxfp6-e3m2", Mxfp6(), quark({"dtype": "fp6_e3m2", "scale_format": "e8m0"})),
+    Case("mxfp6-e2m3", Mxfp6(mantissa_bits=3), quark({"dtype": "fp6_e2m3", "scale_format": "e8m0"})),
+    Case(
+        "nvfp4-quark",
+        Nvfp4(stored_codes_name="weight", global_shape=()),
+        quark(
+            {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+            {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True},
+        ),
+    ),
+    Case(
+        "amdfp4",
+        Nvfp4E5m3(stored_codes_name="weight"),
+        quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "scale_format": "e5m3"}),
+    ),
+    Case(
+        "amdfp4-g32",
+        Nvfp4E5m3(stored_codes_name="weight", group_size=32),
+        quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e5m3"}),
     ),
     Case(
         "fp8-quark-tensor",

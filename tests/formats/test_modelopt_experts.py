@@ -122,6 +122,6 @@ def test_each_expert_is_detected_behind_the_fused_tensors():
     found = detect_formats(modules, CONFIG)
     assert sorted(found) == [f"layer.m.{expert}.down_proj" for expert in range(3)]
     for module, weight_format in found.items():
-        assert weight_format.describe() == "nvfp4 modelopt g16 transposed"
+        assert weight_format.describe() == "nvfp4 g16 transposed"
         assert modules[module].keys() == experts[0].keys()
         assert modules[module]["weight_scale_2"].range == infos["m.down_proj_weight_scale_2"].range

@@ -16,7 +16,7 @@ from hfq.formats.configs.compressed_tensors_config import unusable
 from hfq.formats.configs.safe_regex import matches
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["is_quark", "packs_in_order", "read_dtype", "read_inputs", "weight_specs"]
+__all__ = ["float_codes", "is_quark", "packs_in_order", "read_dtype", "read_inputs", "weight_specs"]
 
 
 def is_quark(config: Mapping) -> bool:
@@ -31,6 +31,20 @@ def weight_specs(module: str, config: Mapping) -> Sequence[Mapping]:
         FormatError: The config has no such specs.
     """
     return _specs(_layer_config(module, config).get("weight"))
+
+
+def float_codes(module: str, config: Mapping) -> str | None:
+    """Returns the dtypes of the codes and scales that Quark's config names, such as "fp4 e8m0".
+
+    Returns None if the config is not one of Quark.
+    """
+    if not is_quark(config):
+        return None
+    specs = weight_specs(module, config)
+    if not specs:
+        return "none"
+    scale = specs[1].get("dtype") if len(specs) == 2 else specs[0].get("scale_format")
+    return f"{specs[0].get('dtype')} {scale}"
 
 
 def read_dtype(

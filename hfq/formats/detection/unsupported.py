@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from hfq.errors import FormatError
 from hfq.formats.configs.compressed_tensors_config import format_of
+from hfq.formats.configs.quark_config import float_codes, weight_specs
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["REFUSED", "UnsupportedFormatError", "refuse_unreadable", "refused"]
@@ -44,7 +45,7 @@ REFUSED = {
     "SINQ": ("quant_method='sinq'", _PLAIN),
     "block-wise int8": ("quant_method='blockwise_int8'", _AGAIN),
     "QQQ": ("quant_method='qqq'", _AGAIN),
-    "Quark FP4 / FP6": ("quark, with weight and weight_scale U8", _PLAIN),
+    "Quark int2 / int3 / int8 in groups / MX": ("the dtype of weights in quark's config", _PLAIN),
     "DeepSeek-V4": ("weight F8_E4M3 or I8, and scale F8_E8M0; or fp8 with weight I8", _PLAIN),
 }
 """Unsupported formats: format → (how hfq recognizes it, the fix).
@@ -81,11 +82,13 @@ A config names them and their tensors do not.
 """
 
 _CODES: tuple[tuple[str, str | None, dict[str, set[str]]], ...] = (
-    ("Quark FP4 / FP6", "quark", {"weight": {"U8"}, "weight_scale": {"U8"}}),
     ("DeepSeek-V4", None, {"weight": {"I8", "F8_E4M3"}, "scale": {"F8_E8M0"}}),
     ("DeepSeek-V4", "fp8", {"weight": {"I8"}}),
 )
 """Formats that the dtypes of tensors tell: (format, `quant_method` or None for any, {tensor: dtypes})."""
+
+_FLOAT_CODES = ("fp4 e8m0", "fp4 e5m3", "fp4 fp8_e4m3", "fp6_e3m2 e8m0", "fp6_e2m3 e8m0")
+"""What Quark packs in bytes and hfq reads, as `float_codes` names it."""
 
 _LABELS = (("marlin", "GPTQ Marlin"), ("bitblas", "bitblas"))
 _CT_LABELS = re.compile(r"marlin-24|sparse-24|sparse-bitmask|mxfp6")
@@ -113,6 +116,8 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
                 info.name,
                 ", ".join(f"{local} {tensors[local]}" for local in sorted(sign)),
             )
+        if method == "quark" and "weight" in tensors:
+            _refuse_quark(module, tensors["weight"], config)
         if method == "compressed-tensors" and "weight_packed" in tensors:
             found = _CT_LABELS.search(format_of(module, config))
             if found:
@@ -123,6 +128,14 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
                     tensors["weight_packed"].name,
                     f"format={found[0]!r}",
                 )
+
+
+def _refuse_quark(module: str, codes: TensorInfo, config: Mapping) -> None:
+    named = float_codes(module, config)
+    is_grouped = any(spec.get("qscheme") == "per_group" for spec in weight_specs(module, config))
+    if (codes.dtype == "I8" and is_grouped) or (codes.dtype == "U8" and named not in _FLOAT_CODES):
+        variant = "Quark int2 / int3 / int8 in groups / MX"
+        raise refused(variant, codes.range.file, codes.name, f"{codes} of dtype {named}")
 
 
 def _signs_of(tensors: Mapping[str, TensorInfo], method: object) -> Iterator[tuple[str, Collection[str]]]:

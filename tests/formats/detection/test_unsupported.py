@@ -11,9 +11,17 @@ from hfq.formats.detection.unsupported import REFUSED
 from tests.support import tiny_models
 
 CT = {"quant_method": "compressed-tensors"}
-QUARK, FP8 = {"quant_method": "quark"}, {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+OTHER_QUARK = "Quark int2 / int3 / int8 in groups / MX"
 WORDS, FLOATS = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8)
 BYTES, POWERS = WORDS.byte(), torch.zeros(4, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def quark(dtype: str, qscheme: str) -> dict:
+    weight = {"dtype": dtype, "qscheme": qscheme}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+
+
 SEEN = [
     ("GPTQ Marlin", {"quant_method": "gptq"}, {"B": WORDS, "s": FLOATS.half()}),
     (
@@ -76,7 +84,9 @@ SEEN = [
         {"weight": WORDS.char(), "weight_scale_inv": FLOATS[:1, :1]},
     ),
     ("QQQ", {"quant_method": "qqq"}, {"B": WORDS, "s_channel": FLOATS, "s_group": FLOATS}),
-    ("Quark FP4 / FP6", QUARK, {"weight": BYTES, "weight_scale": BYTES}),
+    (OTHER_QUARK, quark("uint2", "per_group"), {"weight": BYTES, "weight_scale": FLOATS}),
+    (OTHER_QUARK, quark("mx", "None"), {"weight": BYTES}),
+    (OTHER_QUARK, quark("int8", "per_group"), {"weight": WORDS.char(), "weight_scale": FLOATS}),
     ("DeepSeek-V4", FP8, {"weight": WORDS.char(), "scale": POWERS}),
     ("DeepSeek-V4", FP8, {"weight": FLOATS.to(torch.float8_e4m3fn), "scale": POWERS}),
     (

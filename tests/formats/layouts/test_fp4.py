@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hfq import FormatError
+from hfq.formats import FORMATS
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
@@ -165,6 +166,44 @@ def test_a_global_scale_that_nothing_can_be_divided_by_is_refused(value):
     tensors = nvfp4((4, 64)) | {"weight_global_scale": torch.tensor([value])}
     with pytest.raises(FormatError, match=r"(?s)Nothing was loaded.*m.weight_global_scale"):
         Nvfp4.detect("m", described("m", tensors), NV).resolve("m", tensors)
+
+
+def quark(*specs: dict) -> dict:
+    return {"quant_method": "quark", "global_quant_config": {"weight": list(specs)}}
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_amdfp4_is_that_of_the_bits(group_size):
+    scale = any_bytes(3, 96 // group_size, top=255, seed=2)
+    tensors = {"weight": any_bytes(3, 48), "weight_scale": scale}
+    config = quark({"dtype": "fp4", "group_size": group_size, "scale_format": "e5m3"})
+    found = Nvfp4E5m3.detect("m", described("m", tensors), config)
+    expected = by_hand(tensors["weight"], lambda n, g: ue5m3(int(scale[n, g])), group_size)
+    check(found, tensors, expected)
+
+
+FOUR_BITS = {"weight": any_bytes(3, 48), "weight_scale": any_bytes(3, 3)}
+SCALED = FOUR_BITS | {
+    "weight_scale": torch.ones(3, 6).to(torch.float8_e4m3fn),
+    "weight_scale_2": torch.tensor(1.0),
+    "input_scale_2": torch.tensor(1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "kind"),
+    [
+        (quark({"dtype": "fp4", "scale_format": "e8m0"}), FOUR_BITS, Mxfp4),
+        (quark({"dtype": "fp4", "scale_format": "e5m3"}), FOUR_BITS, Nvfp4E5m3),
+        (quark({"dtype": "fp4", "scale_format": "float32"}, {"dtype": "fp8_e4m3"}), SCALED, Nvfp4),
+        (quark({"dtype": "fp4", "scale_format": "float32"}), FOUR_BITS, None),
+        (quark(), FOUR_BITS, None),
+    ],
+    ids=str,
+)
+def test_quarks_config_tells_what_the_same_tensors_are(config, tensors, kind):
+    claims = [format_class.detect("m", described("m", tensors), config) for format_class in FORMATS.values()]
+    assert [type(found) for found in claims if found is not None] == [kind] * (kind is not None)
 
 
 @pytest.mark.parametrize("cls", [Mxfp4, GptOssMxfp4])

@@ -118,6 +118,12 @@ def quark(m) -> dict[str, tuple]:
         "uint4-channel": (m.make("uint4_wo_per_channel", sizes=TINY), QUERY),
         "int4-channel": (m.make("int4_wo_per_channel", sizes=TINY), QUERY),
         "int4-fp8": (m.make("int4_fp8", sizes=TINY), QUERY),
+        "mxfp4": (m.make("mxfp4_weight_only", sizes=TINY), QUERY),
+        "mxfp6-e3m2": (m.make("mxfp6_e3m2", sizes=TINY), QUERY),
+        "mxfp6-e2m3": (m.make("mxfp6_e2m3", sizes=TINY), QUERY),
+        "amdfp4": (m.make("amdfp4", sizes=TINY), QUERY),
+        "amdfp4-g32": (m.make("amdfp4_g32", sizes=TINY), QUERY),
+        "nvfp4": (m.make("nvfp4", sizes=TINY), QUERY),
     }
 
 

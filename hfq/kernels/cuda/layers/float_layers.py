@@ -1,4 +1,4 @@
-"""Descriptions of layers of 4-bit codes of floats: FP4, MXINT4, and tables of bitsandbytes."""
+"""Descriptions of layers of small floats: FP4, FP6, MXINT4, and tables of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.codecs.constants import constant
 from hfq.formats.layouts.fp4 import E2M1, Fp4Format
 from hfq.formats.modelopt.experts import ModeloptExpert
+from hfq.formats.mxfp6 import Mxfp6
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
 from hfq.kernels.cuda.layers.byte_layers import fp8, stored_scale
 from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import Layer, Layout
 
-__all__ = ["bnb", "fp4", "modelopt_expert"]
+__all__ = ["bnb", "fp4", "modelopt_expert", "mxfp6"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -57,6 +58,15 @@ def fp4(weight_format: Fp4Format, tensors: Tensors, out_features: int, in_featur
         shared=shared,
         table=None if is_fp4 else constant(weight_format.values, codes.device),
     )
+
+
+@describes(Mxfp6)
+def mxfp6(weight_format: Mxfp6, tensors: Tensors, out_features: int, in_features: int) -> Layer:
+    """Describes codes of 6 bits in a stream of bytes."""
+    codec = "e3m2" if weight_format.mantissa_bits == 2 else "e2m3"
+    layout = Layout(codec, 6, word=8, span=32, scale="power")
+    steps: Any = {"code_other": in_features // 4 * 3, "scale_n": in_features // 32, "scale_g": 1}
+    return Layer(layout, tensors["weight"], tensors["weight_scale"], out_features, in_features, **steps)
 
 
 @describes(Bnb4Bit)

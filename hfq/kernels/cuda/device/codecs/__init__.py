@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hfq.kernels.cuda.device.codecs import fp4, fp8, integers, lookup, planes
+from hfq.kernels.cuda.device.codecs import fp4, fp6, fp8, integers, lookup, planes
 
 __all__ = ["CODECS", "Codec"]
 
@@ -35,5 +35,7 @@ CODECS = {
     "e4m3": Codec(fp8.decode_e4m3, 120, fp8.invalid_e4m3),
     "e5m2": Codec(fp8.decode_e5m2),
     "fp4": Codec(fp4.decode, 126),
+    "e3m2": Codec(fp6.decode_e3m2, 124),
+    "e2m3": Codec(fp6.decode_e2m3, 126),
     "table": Codec(lookup.decode),
 }
