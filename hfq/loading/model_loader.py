@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,11 +22,12 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.configs.source_config import source_config
-from hfq.loading.automatic_map import gather_units, places_of_tied, plan_map
+from hfq.loading.automatic_map import gather_units, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context, remember_plan
 from hfq.loading.dequantize import dequantize_model
+from hfq.loading.devices.settled_devices import SettledDevices
 from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.mapped_tensors import MappedTensors, settle_mapped
 from hfq.loading.matching.match import match_model
@@ -62,13 +63,7 @@ from hfq.placement.accelerators import check_room
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import (
     ancestors,
-    check_device,
     check_present,
-    execution_device,
-    execution_devices,
-    execution_map,
-    leaf_map,
-    resolve_devices,
 )
 from hfq.placement.plan import Plan, PlanEntry
 
@@ -110,10 +105,6 @@ class ModelLoader(LoadState):
         if self.quantized and self.config.kernel in ("auto", "cpp"):
             replace_head(model)
         report_dtype(model)
-        self._quantized_names = {
-            f"{name}.{local}" for name, module in self.quantized.items() for local in module.infos
-        }
-        self.plan = Plan(())
         self.budget: Budget | None = None
         self.devices = {}
         self.executes = {}
@@ -121,9 +112,10 @@ class ModelLoader(LoadState):
         self.offloader: Offloader | None = None
         self.mapped: MappedTensors | None = None
         self._hidden: set[str] = set()
-        self._unit_devices: dict[str, str] = {}
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
-        self._hide_packed()
+        # hfq has matched every stored tensor, so transformers must not report hidden ones as unexpected
+        model._keys_to_ignore_on_load_unexpected = {".*"}
+        self._unquantized_names = list(model.state_dict())
 
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
@@ -144,36 +136,36 @@ class ModelLoader(LoadState):
                 self.model, self.match, self._dtypes, max_memory, cache, load_context().strategy
             )
         self._user_map = dict(device_map) if device_map is not None else None
-        names = self._settle_devices(device_map)
+        settled = self._settle_devices(device_map)
         check_present({*self.devices.values(), self.main})
-        check_one_device(self.quantized, self.devices)
-        offloaded = {name for name in names if self._is_offloaded(name)}
+        check_one_device(self.quantized, settled.by_tensor)
+        offloaded = {name for name in self._unquantized_names if self._is_offloaded(name)}
         check_merged(self.match, offloaded)
         check_initialized(self.match, self.devices)
         for name in offloaded:
             self._prepare(name)
         self._hidden |= offloaded
-        self.plan = self._make_plan(names)
-        remember_plan(self.plan.nbytes_by_device())
-        self._check_room()
+        self._unquantized_entries = self._plan_unquantized()
+        if self.main != "cpu":
+            self._check_room()
         self._load_rows()
-        return None if device_map is None else self._execution_map(device_map)
+        return None if device_map is None else settled.execution_map(device_map)
 
     def _check_room(self) -> None:
         """Checks that accelerators have the memory for their weights and offload buffers."""
-        if self.main == "cpu":
-            return
-        moved = self.plan.entries
+        plan = self.plan
+        moved, planned = plan.entries, plan.nbytes_by_device()
+        remember_plan(planned)
         if self.config.execute_cpu_layers_on != "accelerator":
             moved = tuple(entry for entry in moved if entry.device != "cpu" or not entry.quantized)
         buffers = Plan(moved).buffers(self.gather_units(), self._read_ahead_nbytes())
-        check_room(self.plan.nbytes_by_device(), buffers, load_context().max_memory is not None)
+        check_room(planned, buffers, load_context().max_memory is not None)
 
     @contextmanager
     def without_offloaded(self) -> Iterator[None]:
         """Hides offloaded and quantized tensors from accelerate's dispatch, which would move them."""
         hidden = {(module, local) for module in self.quantized.values() for local in module._parameters}
-        for name in self._hidden - self._quantized_names:
+        for name in self._hidden:
             path, _, local = name.rpartition(".")
             owner = self.model.get_submodule(path)
             if local in owner._parameters:
@@ -191,73 +183,24 @@ class ModelLoader(LoadState):
                 owner._parameters.clear()
                 owner._parameters.update(parameters)
 
-    def _execution_map(self, device_map: dict[str, Any]) -> dict[str, Any]:
-        """Returns the map of execution devices for transformers and accelerate."""
-        found = execution_map(device_map, self.devices, self.main)
-        if len({*found.values(), *self.executes.values()}) == 1:
-            return found
-        modules = (name for name, _ in self.model.named_modules())
-        return leaf_map(self.executes, found, self.main, modules, self._unit_devices)
-
     def plan_for(self, device_map: dict[str, Any]) -> Plan:
         """Returns the plan for a map whose devices may be absent; loads nothing."""
-        return self._make_plan(self._settle_devices(device_map, check=lambda value, _: str(value)))
+        self._settle_devices(device_map, check=lambda value, _: str(value))
+        self._unquantized_entries = self._plan_unquantized()
+        return self.plan
 
     def _settle_devices(
         self, device_map: dict[str, Any] | None, check: Callable[[Any, str], str] | None = None
-    ) -> list[str]:
-        """Sets the device of every tensor and the execution device; returns the tensor names."""
-        names = self._tensor_names()
-        devices = resolve_devices(
-            device_map, names, (name for name, _ in self.model.named_modules()), check=check
-        )
-        for target, source in self.model.all_tied_weights_keys.items():
-            devices[target] = devices.get(source, devices[target])
-        # a device of the map may store nothing, if everything of it is offloaded
-        asked = {key: (check or check_device)(value, key) for key, value in (device_map or {}).items()}
-        places = {path: place for place, (path, _) in enumerate(self.model.named_modules())}
-        owners = {name: max((places.get(path, 0) for path in ancestors(name)), default=0) for name in devices}
-        ordered = sorted(devices, key=owners.__getitem__)  # in the order of the model
-        self.devices = devices
-        self.main = execution_device([*map(devices.__getitem__, ordered), *asked.values()])
-        self.executes = self._settle_execution(execution_device([asked.get("", "cpu"), self.main]))
-        return names
-
-    def _settle_execution(self, first: str) -> dict[str, str]:
-        """Returns the execution device of every tensor.
-
-        Tied weights compute where a module reads them whole.
-
-        Args:
-            first: The execution device of the first units, if they are offloaded.
-        """
-        ties, owned = self.model.all_tied_weights_keys, dict[str, list[str]]()
-        readers = places_of_tied(self.model)
-        for name in self.devices:
-            parents = readers.get(name, name).split(".")
-            paths = [".".join(parents[:count]) for count in range(1, len(parents) + 1)]
-            owner = next((path for path in paths if path in self.quantized), ".".join(parents[:-1]))
-            owned.setdefault(owner, []).append(name)
-        units: dict[str, list[str]] = {}
-        whole, around = set(self.model._no_split_modules or ()), ""
-        for path, module in self.model.named_modules():
-            if not (around and path.startswith(f"{around}.")):
-                around = path if type(module).__name__ in whole else ""
-            names = [name for name in owned.get(path, ()) if name not in ties]
-            if names:
-                units.setdefault(around or path, []).extend(names)
-        executes = execution_devices(self.devices, first, units.items())
-        self._unit_devices = {unit: executes[names[0]] for unit, names in units.items()}
-        executes |= {target: executes.get(source, self.main) for target, source in ties.items()}
-        return {name: executes.get(name, self.main) for name in self.devices}
+    ) -> SettledDevices:
+        """Sets the device and the execution device of every tensor."""
+        found = SettledDevices(self.model, self.quantized, self._unquantized_names, device_map, check)
+        self.devices, self.executes, self.main = found.stored, found.executes, found.main
+        self._settled_devices = found
+        return found
 
     def execution_device_of(self, module: str) -> torch.device:
         """Returns the execution device of a unit, or of a module in or above a unit."""
-        path = module
-        while path and path not in self._unit_devices:
-            path = path.rpartition(".")[0]
-        within = (device for unit, device in self._unit_devices.items() if unit.startswith(f"{module}."))
-        return torch.device(self._unit_devices[path] if path else next(within, self.main))
+        return self._settled_devices.execution_device_of(module)
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         """Returns the checkpoint and its `quantization_config`."""
@@ -276,7 +219,8 @@ class ModelLoader(LoadState):
         self._hook.remove()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
-        check_tied(self.model, self.match.unquantized.keys() | self._hidden)
+        known = self.match.unquantized.keys() | self._hidden
+        check_tied(self.model, lambda name: name in known or self._is_quantized(name))
         self._complete_model()
         self._conversions = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = []  # keeps the checkpoint's own names in `state_dict`
@@ -294,7 +238,7 @@ class ModelLoader(LoadState):
     def _complete_model(self) -> None:
         """Attaches the offloader to modules whose weights are offloaded."""
         if len({*self.devices.values()}) > 1 and self.main != "cpu":
-            check_parts(self.model, self._unit_devices)
+            check_parts(self.model, self._settled_devices.units)
         moving = self._moving()
         staying = self._staying(moving)
         experts = {name for name in moving if self.match.quantized[name].target.kind == "expert"}
@@ -303,7 +247,7 @@ class ModelLoader(LoadState):
             self.model,
             self.match,
             brought,
-            self._hidden - self._quantized_names,
+            self._hidden,
             self.devices,
             self.execution_device_of,
         )
@@ -320,9 +264,8 @@ class ModelLoader(LoadState):
                 self.model,
                 self.pinned,
             )
-            dense = self._hidden - self._quantized_names
             stored = {f"{name}.{local}" for name, module in brought.items() for local in module.infos}
-            self.model.register_load_state_dict_pre_hook(WriteGuard(stored | dense).check)
+            self.model.register_load_state_dict_pre_hook(WriteGuard(stored | self._hidden).check)
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
                     module.prefetch = self.offloader.experts.prefetch
@@ -394,14 +337,10 @@ class ModelLoader(LoadState):
 
     def _moving(self) -> dict[str, QuantizedModule]:
         """Returns the quantized modules that are offloaded."""
-        devices = {
-            name: self.devices[f"{name}.{next(iter(module.infos))}"]
-            for name, module in self.quantized.items()
-        }
         return {
-            name: self.quantized[name]
-            for name, device in devices.items()
-            if device == "disk" or (device == "cpu" != self.main)
+            name: module
+            for name, module in self.quantized.items()
+            if self.devices[name] == "disk" or (self.devices[name] == "cpu" != self.main)
         }
 
     def _staying(self, moving: dict[str, QuantizedModule]) -> dict[str, QuantizedLinear]:
@@ -409,11 +348,7 @@ class ModelLoader(LoadState):
         if self.main == "cpu" or self.config.execute_cpu_layers_on == "accelerator":
             return {}
         layers = {name: module for name, module in moving.items() if isinstance(module, QuantizedLinear)}
-        return {
-            name: layer
-            for name, layer in layers.items()
-            if self.devices[f"{name}.{next(iter(layer.infos))}"] == "cpu"
-        }
+        return {name: layer for name, layer in layers.items() if self.devices[name] == "cpu"}
 
     def _cast_dense(self) -> None:
         """Casts unquantized tensors that transformers leaves in their stored dtype.
@@ -426,26 +361,24 @@ class ModelLoader(LoadState):
                 if tensor.dtype != dtype:
                     tensor.data = tensor.data.to(dtype)
 
-    def _hide_packed(self) -> None:
-        self._hidden = self._quantized_names | {f"{name}.flat_buffer" for name in self.quantized}
-        # hfq has matched every stored tensor, so transformers must not report hidden ones as unexpected
-        self.model._keys_to_ignore_on_load_unexpected = {".*"}
-
     def _hide(self, module: nn.Module, state_dict: dict, prefix: str, _: Any) -> None:
         if module is self.model and not prefix:
-            for name in self._hidden & state_dict.keys():
-                del state_dict[name]
+            for name in list(state_dict):
+                if name in self._hidden or self._is_quantized(name):
+                    del state_dict[name]
 
-    def _tensor_names(self) -> list[str]:
-        return list(dict.fromkeys([*sorted(self._quantized_names), *self.model.state_dict()]))
+    def _is_quantized(self, name: str) -> bool:
+        """Returns True if a tensor belongs to a quantized module."""
+        return any(path in self.quantized for path in ancestors(name))
 
     def _is_offloaded(self, name: str) -> bool:
         """Returns True if an unquantized parameter is offloaded."""
         device = self.devices[name]
         ties = self.model.all_tied_weights_keys
         is_parameter = name in self.match.unquantized or name in ties or name in ties.values()
-        is_unquantized = is_parameter and name not in self._quantized_names and not self._is_buffer(name)
-        return is_unquantized and (device == "disk" or (device == "cpu" and self.main != "cpu"))
+        return (
+            (device == "disk" or device == "cpu" != self.main) and is_parameter and not self._is_buffer(name)
+        )
 
     def _is_buffer(self, name: str) -> bool:
         module, _, local = name.rpartition(".")
@@ -468,23 +401,16 @@ class ModelLoader(LoadState):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 
-    def _make_plan(self, names: Iterable[str]) -> Plan:
+    def _plan_unquantized(self) -> tuple[PlanEntry, ...]:
+        """Returns the entries of the plan for all tensors that are not stored quantized."""
         entries = []
-        stored = {
-            f"{name}.{local}": info
-            for name, module in self.quantized.items()
-            for local, info in module.infos.items()
-        }
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        for name in names:
-            device = self.devices[name]
-            execution_device = self.executes.get(name, self.main) if device in ("cpu", "disk") else device
-            if name in stored:
-                entries.append(PlanEntry(name, device, execution_device, stored[name].nbytes, True))
-            elif name not in self.model.all_tied_weights_keys:
+        for name in self._unquantized_names:
+            if name not in self.model.all_tied_weights_keys:
+                device, execution_device = self.places_of(name)
                 tensor, info = state[name], self.match.unquantized.get(name)
                 nbytes = tensor.numel() * tensor.element_size()
                 if (device == "disk" or device != execution_device) and info is not None:
                     nbytes = info.nbytes
                 entries.append(PlanEntry(name, device, execution_device, nbytes, False))
-        return Plan(tuple(entries))
+        return tuple(entries)

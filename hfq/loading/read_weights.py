@@ -173,8 +173,7 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
         else ""
     )
     for name, module in loading.quantized.items():
-        first = f"{name}.{next(iter(module.infos))}"
-        device, why_pinned = loading.devices[first], _why_pinned(loading, first)
+        device, why_pinned = loading.devices[name], _why_pinned(loading, name)
         if why_pinned:
             read = _pinned(name, why_pinned, module.infos)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -141,9 +141,14 @@ def check_experts_implementation(asked: object, match: CheckpointMatch) -> None:
 
 
 def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:
-    """Checks that all tensors of a quantized module have the same device."""
+    """Checks that all tensors of a quantized module have the same device.
+
+    Args:
+        quantized: The quantized modules by name.
+        devices: Devices of their tensors by tensor name, where a device map names tensors.
+    """
     for name, module in quantized.items():
-        found = {devices[f"{name}.{local}"] for local in module.infos}
+        found = {devices[key] for local in module.infos if (key := f"{name}.{local}") in devices}
         if len(found) > 1:
             raise PlacementError(
                 "device_map splits a quantized module. Nothing was loaded.",
@@ -154,7 +159,7 @@ def check_one_device(quantized: Mapping[str, QuantizedModule], devices: Mapping[
             )
 
 
-def check_tied(model: PreTrainedModel, apart: Collection[str]) -> None:
+def check_tied(model: PreTrainedModel, is_apart: Callable[[str], bool]) -> None:
     """Checks that transformers has tied the weights.
 
     Two simultaneous loads can leave transformers' tying switched off (see the patches of `from_pretrained`).
@@ -162,14 +167,15 @@ def check_tied(model: PreTrainedModel, apart: Collection[str]) -> None:
 
     Args:
         model: The loaded model.
-        apart: Names of the tensors that are stored themselves, or that transformers does not see.
+        is_apart: Returns True for the name of a tensor that is stored itself, or that transformers does not
+            see.
 
     Raises:
         SetupError: A tied weight is a parameter of its own.
     """
     tensor = model.get_parameter_or_buffer
     for target, source in model.all_tied_weights_keys.items():
-        if target not in apart and tensor(target) is not tensor(source):
+        if not is_apart(target) and tensor(target) is not tensor(source):
             raise SetupError(
                 f"transformers did not tie {target} to {source}. Nothing was loaded.",
                 expected="one parameter",

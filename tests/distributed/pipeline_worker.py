@@ -32,11 +32,7 @@ def run(case: dict, example, rank: int, world: int) -> dict:
         tensor.nbytes for tensors in resting.values() for tensor in tensors.values() if not tensor.is_meta
     )
     loading = module.whole.hf_quantizer.loading
-    own = [
-        name
-        for name in loading.quantized
-        if loading.devices[f"{name}.{next(iter(loading.quantized[name].infos))}"] == "cpu"
-    ]
+    own = [name for name in loading.quantized if loading.devices[name] == "cpu"]
     codes = {name: m.infos[m.weight_format.codes_name].nbytes for name, m in loading.quantized.items()}
     stored = {name: sum(info.nbytes for info in m.infos.values()) for name, m in loading.quantized.items()}
     tokens = torch.randint(3, 90, (8, 6), generator=torch.Generator().manual_seed(1))

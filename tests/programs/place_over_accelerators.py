@@ -22,7 +22,7 @@ def describe(device_map: dict, expected: torch.Tensor) -> dict:
         layer.register_forward_hook(lambda *given: computed.append(str(given[2].device)))
     found = logits(model, tokens).cpu()
     devices = model.hf_quantizer.loading.devices
-    stored = [devices[f"model.layers.{index}.mlp.up_proj.qweight"] for index in range(4)]
+    stored = [devices[f"model.layers.{index}.mlp.up_proj"] for index in range(4)]
     for device, layer in zip(stored, model.model.layers, strict=True):
         held = {str(each.device) for each in layer.mlp.up_proj.parameters()}
         assert held == {device} or device in ("cpu", "disk"), (held, device)

@@ -35,7 +35,7 @@ from hfq.loading.saving import stored_state
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import FlatBuffer, flat_layout
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.placement.plan import Plan, PlanEntry
+from hfq.placement.plan import PlanEntry
 from hfq.placement.zero.shards import ZeroPlan, check_same_plan
 
 __all__ = ["Zero3Loader"]
@@ -87,7 +87,7 @@ class Zero3Loader(ModelLoader):
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
     ) -> dict[str, Any] | None:
         """Hides from transformers every parameter that hfq shards."""
-        for name in self._tensor_names():
+        for name in self._unquantized_names:
             if self._is_sharded(name):
                 self.sharded[name] = self.model.get_parameter(name).requires_grad
                 self._prepare(name)
@@ -104,7 +104,7 @@ class Zero3Loader(ModelLoader):
         self.maker = ShardMaker(self, self.zero, self.zero_plan)
         self.maker.make(sharded_parameters)
         self._prepare_forwards()
-        self.plan = Plan(tuple(self._entry(sharded) for sharded in sharded_parameters))
+        self._unquantized_entries = tuple(map(self._entry, sharded_parameters))
 
     def _log_summary(self) -> None:
         shards = self.describe_shards()
@@ -191,7 +191,7 @@ class Zero3Loader(ModelLoader):
             target for target, source in ties.items() if source == ties.get(name, name)
         }
         is_unquantized = (
-            name not in self._quantized_names
+            not self._is_quantized(name)
             and not self._is_buffer(name)
             and not group & self.match.merged.keys()
         )

@@ -142,7 +142,7 @@ class QuantizingLoader(ModelLoader):
         found: dict[str, list[tuple[QuantizedModule, FloatLayer]]] = {}
         for stored, layer in self.quantizing.layers.items():
             name, module = made[stored]
-            device = self.devices[f"{name}.{next(iter(module.infos))}"]
+            device = self.devices[name]
             if device == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
                     "device_map puts a layer that is quantized on load on disk, without offload_folder. "

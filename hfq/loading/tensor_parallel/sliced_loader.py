@@ -34,7 +34,7 @@ from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import FlatBuffer, read_tensor
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.placement.plan import Plan, PlanEntry
+from hfq.placement.plan import PlanEntry
 from hfq.placement.tensor_parallel import TensorPart
 from hfq.placement.zero.shards import check_same_plan
 from hfq.tensor_spec import Cut, LayerSlice, segment_layout
@@ -99,7 +99,7 @@ class SlicedLoader(ModelLoader):
             raise_together(error)
         self._index.clear()
         self._check_settled()
-        self.devices = dict.fromkeys([*self._quantized_names, *self._tensor_names()], self.main)
+        self.devices = dict.fromkeys([*self.quantized, *self._unquantized_names], self.main)
         read = self.reader.counters.bytes_read - before
         self.read_plan = ReadPlan(())  # each rank reads its parts, and maps no tensor
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
@@ -116,7 +116,7 @@ class SlicedLoader(ModelLoader):
                 fix="Pass a new config without distributed_config to each load.",
             )
         self.model._tp_plan = self._rules
-        self.plan = Plan(tuple(self._entries()))
+        self._unquantized_entries = tuple(self._plan_unquantized())
         super().finish()
         whole = sum(info.nbytes for module in self.quantized.values() for info in module.infos.values())
         logger.info(
@@ -135,10 +135,11 @@ class SlicedLoader(ModelLoader):
         state = {
             name: _gathered(tensor)
             for name, tensor in model.state_dict().items()
-            if name not in self._quantized_names
+            if not self._is_quantized(name)
         }
-        for name in self._quantized_names:
-            state[name] = torch.empty(0, device="meta")  # written from the checkpoint
+        for name, module in self.quantized.items():
+            # written from the checkpoint
+            state |= {f"{name}.{local}": torch.empty(0, device="meta") for local in module.infos}
         stored = stored_state(
             model, self.match, self.quantized, self.checkpoint, self.reader, self._conversions, state
         )
@@ -267,14 +268,19 @@ class SlicedLoader(ModelLoader):
         }
         return {what: repr(value) for what, value in found.items()}
 
-    def _entries(self) -> Iterator[PlanEntry]:
+    def _quantized_entries(self) -> Iterator[PlanEntry]:
         for name, parts in self.parts.items():
             for local, part in parts.items():
                 yield PlanEntry(f"{name}.{local}", self.main, self.main, part.nbytes, True)
+
+    def _plan_unquantized(self) -> tuple[PlanEntry, ...]:
+        entries = []
         for name, tensor in self.model.state_dict().items():
             if name not in self.model.all_tied_weights_keys:
                 held = _local(tensor)
-                yield PlanEntry(name, self.main, self.main, held.numel() * held.element_size(), False)
+                nbytes = held.numel() * held.element_size()
+                entries.append(PlanEntry(name, self.main, self.main, nbytes, False))
+        return tuple(entries)
 
 
 def _changes(before: Format, after: Format) -> dict[str, Any]:

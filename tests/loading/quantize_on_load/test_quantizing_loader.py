@@ -110,7 +110,7 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
     )
     assert torch.equal(logits(model, TOKENS), expected)
     assert not list(folder.iterdir())
-    devices = {loader_of(model).devices[f"{name}.qweight"] for name in loader_of(model).quantized}
+    devices = {loader_of(model).devices[name] for name in loader_of(model).quantized}
     assert devices == (
         {"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"}
     )
