@@ -28,6 +28,10 @@ def _nothing(*_: object) -> str | None:
     return None
 
 
+def _any_size(*_: object) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertKernel:
     """Products by all experts of a layer.
@@ -107,7 +111,7 @@ KERNELS = {
             lacks=reason_missing,
             refuses=reason_against,
             grouped_linear=cpu.grouped_linear,
-            experts=ExpertKernel(ExpertProducts, lambda *_: 0, needs_all=False),
+            experts=ExpertKernel(ExpertProducts, _any_size, needs_all=False),
         ),
         Kernel(
             "int8",

@@ -111,6 +111,26 @@ int64_t ordered_width(const Layer &layer, int threads) {
     return width;
 }
 
+// Divides the outputs of a multiplication into parts.
+OutputParts cut_product(const Layer &layer, int64_t rows, int threads, bool integers, bool ordered) {
+    const bool columns = has_columns(layer), along = uses_vnni() && layer.scale_dtype <= F16;
+    const int64_t width = columns   ? tile_columns(layer, rows, threads, integers, along)
+                          : ordered ? ordered_width(layer, threads)
+                                    : TILE_ROWS;
+    // without VNNI, the other kinds read words across cache lines at no cost
+    const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());
+    return cut_outputs(layer, width, threads, by_lines);
+}
+
+// True if two layers take the same prepared activations.
+bool is_alike(const Layer &a, const Layer &b) {
+    return a.in_features == b.in_features && a.block_in == b.block_in && a.block_out == b.block_out &&
+           a.kind == b.kind && a.bits == b.bits && a.groups == b.groups && !a.index && !b.index &&
+           a.integers == b.integers && a.unit == b.unit && a.values == b.values &&
+           a.row_zeros == b.row_zeros && a.scale_step == b.scale_step && a.high_first == b.high_first &&
+           a.offset == b.offset;
+}
+
 // Prepares the activations for the kernels, in `scratch`.
 MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride,
                    char *y, int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
@@ -125,13 +145,7 @@ MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t r
     if (integers) counts[level()](layer, scratch, rows, stride, limbs, units, sums);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
-    const bool columns = has_columns(layer), along = uses_vnni() && layer.scale_dtype <= F16;
-    const int64_t width = columns   ? tile_columns(layer, rows, threads, integers, along)
-                          : ordered ? ordered_width(layer, threads)
-                                    : TILE_ROWS;
-    // without VNNI, the other kinds read words across cache lines at no cost
-    const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());
-    const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
+    const OutputParts outputs = cut_product(layer, rows, threads, integers, ordered);
     return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype,
             integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
 }

@@ -96,19 +96,30 @@ int64_t sort_pairs(const int64_t *index, int64_t pairs, int64_t experts, int64_t
     return total;
 }
 
-// Adds a multiplication for each expert that has rows. Returns false if hfq_linear has no form for their
-// number.
-bool add_items(Item *items, int64_t &count, const Layer *layers, const int64_t *ends, int64_t experts,
-               const char *x, char *y, int64_t y_stride, int32_t dtype, int64_t most_rows) {
+// A projection of all experts.
+struct Projection {
+    const Layer *layers;  // a Layer for each expert
+    char *y;              // address of the results
+};
+
+// Makes the multiplications of each expert that has rows. Returns their number, or -4 if hfq_linear has no
+// form for a number of rows. With `shared`, all rows are the one at `x`.
+int64_t make_items(Item *items, const Projection *projections, int64_t number, const int64_t *ends,
+                   int64_t experts, const char *x, bool shared, int64_t y_stride, int32_t dtype,
+                   int64_t most_rows) {
     const int64_t size = dtype == F32 ? 4 : 2;
+    int64_t count = 0;
     for (int64_t e = 0, first = 0; e < experts; first = ends[e++]) {
         const int64_t rows = ends[e] - first;
         if (!rows) continue;
-        if (rows > most_rows && !is_tiled(layers + e, rows, dtype)) return false;
-        const char *from = x + first * layers[e].in_features * size;
-        items[count++] = {layers + e, rows, from, y + first * y_stride * size};
+        for (int64_t p = 0; p < number; p++) {
+            const Layer *layer = projections[p].layers + e;
+            if (rows > most_rows && !is_tiled(layer, rows, dtype)) return -4;
+            const char *from = shared ? x : x + first * layer->in_features * size;
+            items[count++] = {layer, rows, from, projections[p].y + first * y_stride * size};
+        }
     }
-    return true;
+    return count;
 }
 
 // Finds the rows of each token in rising order: 2 * row, plus 1 if the next one is of the same expert. torch
@@ -142,17 +153,21 @@ int64_t experts_in(const ExpertsIn &given) {
     const int threads = (int)given.threads;
     Item *items = (Item *)item_scratch.get(given.first * least(experts, total) * (int64_t)sizeof(Item) / 4);
     if (!items || !own_scratch.get(own_floats(false))) return -3;
-    int64_t count = 0;
+    Projection projections[MOST_FIRST];
     for (int64_t p = 0; p < given.first; p++)
-        if (!add_items(items, count, at<const Layer>(given.layers[p]), ends, experts,
-                       at<const char>(given.rows), at<char>(given.y[p]), given.y_stride, dtype,
-                       given.most_rows))
-            return -4;
+        projections[p] = {at<const Layer>(given.layers[p]), at<char>(given.y[p])};
+    // one token has at most a row of each expert, unless it chose one twice
+    bool shared = given.tokens == 1;
+    for (int64_t e = 0; e < experts && shared; e++) shared = ends[e] - (e ? ends[e - 1] : 0) <= 1;
+    const char *x = at<const char>(shared ? given.x : given.rows);
+    const int64_t count = make_items(items, projections, given.first, ends, experts, x, shared,
+                                     given.y_stride, dtype, given.most_rows);
+    if (count < 0) return count;
     const int64_t in_features = items[0].layer->in_features, nbytes = in_features * (dtype == F32 ? 4 : 2);
     const SortedTokens sorted = {
-        at<const char>(given.x), at<char>(given.rows), order, given.top_k, nbytes, total};
-    run_parts({copy_tokens, &sorted, (total + COPIED - 1) / COPIED, own_floats(false)}, threads,
-              worthwhile(threads, total * in_features));
+        at<const char>(given.x), at<char>(given.rows), order, given.top_k, nbytes, shared ? 0 : total};
+    run_parts({copy_tokens, &sorted, (sorted.count + COPIED - 1) / COPIED, own_floats(false)}, threads,
+              worthwhile(threads, sorted.count * in_features));
     const int status = run_items(items, count, dtype, in_features, given.y_stride, threads);
     if (status) return status;
     for (int64_t p = 0; p < given.first; p++)
@@ -171,10 +186,10 @@ int64_t experts_out(const ExpertsOut &given) {
     Item *items = (Item *)item_scratch.get(least(experts, total) * (int64_t)sizeof(Item) / 4);
     int64_t *places = (int64_t *)place_scratch.get(2 * pairs);
     if (!items || !places || !own_scratch.get(own_floats(false))) return -3;
-    int64_t count = 0;
-    if (!add_items(items, count, at<const Layer>(given.layers), ends, experts, at<const char>(given.x),
-                   at<char>(given.rows), features, dtype, given.most_rows))
-        return -4;
+    const Projection down = {at<const Layer>(given.layers), at<char>(given.rows)};
+    const int64_t count = make_items(items, &down, 1, ends, experts, at<const char>(given.x), false, features,
+                                     dtype, given.most_rows);
+    if (count < 0) return count;
     const int64_t in_features = at<const Layer>(given.layers)->in_features;
     const int status = run_items(items, count, dtype, in_features, features, threads);
     if (status) return status;

@@ -43,11 +43,19 @@ int run_long(const Item *items, int64_t count, int64_t floats, int32_t dtype, in
     scratch = (float *)(ends + count);
     for (int64_t i = 0; i < count; i++) {
         const Layer &layer = *items[i].layer;
-        args[i] = prepare(layer, items[i].x, dtype, items[i].rows, x_stride, items[i].y, dtype, y_stride,
-                          scratch, wanted);
+        const int64_t rows = items[i].rows;
+        if (i && items[i].x == items[i - 1].x && rows == items[i - 1].rows &&
+            is_alike(layer, *items[i - 1].layer)) {
+            args[i] = args[i - 1];  // the same activations
+            args[i].layer = &layer, args[i].y = items[i].y;
+            args[i].outputs = cut_product(layer, rows, wanted, args[i].limbs, args[i].ordered);
+        } else {
+            args[i] = prepare(layer, items[i].x, dtype, rows, x_stride, items[i].y, dtype, y_stride, scratch,
+                              wanted);
+            scratch += linear_floats(layer, rows);
+        }
         if (has_faulty_rows(args[i])) return -4;
         ends[i] = parts += args[i].outputs.parts;
-        scratch += linear_floats(layer, items[i].rows);
     }
     Group group = {args, ends};
     run_parts({group_part, &group, parts, own}, threads, wanted);
