@@ -65,6 +65,7 @@ class IntQuantized(ScaledCodes):
             ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
             is_emitted=True,
         ),
+        FormatVariant("w8a8_int8", "SGLang", "weight I8, weight_scale", ("w8a8-int8",)),
         FormatVariant(
             "Quark int8",
             "amd-quark",
@@ -80,7 +81,7 @@ class IntQuantized(ScaledCodes):
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
             return None
-        if "SCB" in tensors or config.get("quant_method") in ("modelopt", "bitsandbytes"):
+        if "SCB" in tensors or config.get("quant_method") in ("modelopt", "bitsandbytes", "blockwise_int8"):
             return None
         refuse_transforms(config)
         group = group_of(module, config)

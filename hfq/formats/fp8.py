@@ -33,6 +33,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.codecs.fp8_codes import scale_as_float, widen_into
+from hfq.formats.codecs.groups import block_amax
 from hfq.formats.codecs.value_checks import check_finite, check_positive
 from hfq.formats.configs.fp8_config import Hints, guess_block, read_hints
 from hfq.formats.configs.quark_config import is_quark, read_dtype
@@ -371,10 +372,7 @@ class Fp8(Fp8Shards, Fp8Order):
         block = self.block_structure or (128, 128)
         if self.strategy == "group":
             block = (1, self.group_size or weight.shape[1])
-        rows, columns = _grid(weight.shape[0], weight.shape[1], block)
-        padding = (0, columns * block[1] - weight.shape[1], 0, rows * block[0] - weight.shape[0])
-        padded = torch.nn.functional.pad(weight, padding)
-        return padded.view(rows, block[0], columns, block[1]).abs().amax((1, 3))
+        return block_amax(weight, block)
 
 
 def _grid(out_features: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hfq.formats.awq import Awq
 from hfq.formats.base import Format
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
+from hfq.formats.blockwise_int8 import BlockwiseInt8
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
@@ -320,6 +321,17 @@ CASES = [
         ModeloptExpert(Fp8(strategy="tensor", scale_shape=())),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
     ),
+    Case(
+        "blockwise-int8",
+        BlockwiseInt8(block=(128, 128)),
+        {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    ),
+    Case(
+        "blockwise-int8-ragged",
+        BlockwiseInt8(block=(48, 80)),
+        {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [48, 80]},
+    ),
+    Case("w8a8-int8", IntQuantized(scale_shape=(2, 1)), {"quant_method": "w8a8_int8"}),
     Case(
         "mxfp4-quark",
         Mxfp4(stored_codes_name="weight"),

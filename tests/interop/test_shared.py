@@ -7,6 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint
+from hfq.formats import detect_formats, tensors_by_module
+from hfq.formats.configs.source_config import source_config
 from hfq.formats.detection.unsupported import UnsupportedFormatError
 from hfq.loading.saving import SIDE_FILES
 from tests.support import tiny_models
@@ -75,5 +78,6 @@ def test_nothing_is_inflated(path):
 
 @folders(is_read=False)
 def test_a_format_that_is_not_read_is_named(path):
+    checkpoint = Checkpoint.open(path)
     with pytest.raises(UnsupportedFormatError, match=r"is not supported\. Nothing was loaded"):
-        load(path)
+        detect_formats(tensors_by_module(checkpoint.tensors), source_config(checkpoint))

@@ -8,7 +8,7 @@ import torch
 
 from hfq.errors import FormatError
 
-__all__ = ["apply_groups", "check_divides", "rows_of"]
+__all__ = ["apply_groups", "block_amax", "check_divides", "rows_of"]
 
 
 def rows_of(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -48,6 +48,20 @@ def apply_groups(
         operation(panel.unflatten(1, (groups, group_size)), values[:, :, None])
     else:
         operation(panel, values.repeat_interleave(group_size, 1)[:, :in_features])
+
+
+def block_amax(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Returns the largest amplitude of each block of a weight.
+
+    Blocks at the ends of the weight may be smaller.
+
+    Args:
+        weight: float32 [rows, columns].
+        block: (rows, columns) of a block.
+    """
+    padding = (0, -weight.shape[1] % block[1], 0, -weight.shape[0] % block[0])
+    padded = torch.nn.functional.pad(weight, padding)
+    return padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3))
 
 
 def check_divides(in_features: int, size: int, dialect: str, what: str = "group_size") -> None:

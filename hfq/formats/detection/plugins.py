@@ -26,6 +26,8 @@ METHODS = frozenset(
         "intel/auto-round",
         "mxfp4",
         "quark",
+        "blockwise_int8",
+        "w8a8_int8",
         "hfq",
     }
 )

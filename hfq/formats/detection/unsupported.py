@@ -43,8 +43,8 @@ REFUSED = {
     "Four Over Six": ("quant_method='fouroversix'", _PLAIN),
     "HIGGS": ("quant_method='higgs'", _PLAIN),
     "SINQ": ("quant_method='sinq'", _PLAIN),
-    "block-wise int8": ("quant_method='blockwise_int8'", _AGAIN),
     "QQQ": ("quant_method='qqq'", _AGAIN),
+    "QMoE": ("quant_method='qmoe'", _AGAIN),
     "Quark int2 / int3 / int8 in groups / MX": ("the dtype of weights in quark's config", _PLAIN),
     "DeepSeek-V4": ("weight F8_E4M3 or I8, and scale F8_E8M0; or fp8 with weight I8", _PLAIN),
 }
@@ -73,8 +73,8 @@ _METHODS = {
     "fouroversix": "Four Over Six",
     "higgs": "HIGGS",
     "sinq": "SINQ",
-    "blockwise_int8": "block-wise int8",
     "qqq": "QQQ",
+    "qmoe": "QMoE",
 }
 """Methods whose tensors another format of hfq would claim, or none.
 

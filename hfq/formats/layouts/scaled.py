@@ -20,7 +20,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.codecs.fp8_codes import widen_into
-from hfq.formats.codecs.groups import apply_groups, rows_of
+from hfq.formats.codecs.groups import apply_groups, block_amax, rows_of
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.row_order import ScaledOrder
 from hfq.formats.layouts.slicing import ScaledShards
@@ -126,10 +126,10 @@ class ScaledCodes(ScaledShards, ScaledOrder):
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape
         shape = self._scale_shape(in_features, out_features)
-        if self.block:
+        if self.block and self.zero_dtype:
             raise FormatError(
-                "hfq does not support quantizing to int8 with a scale per block.",
-                expected="a scale for each row or group",
+                "hfq does not support quantizing to int8 with a zero point per block.",
+                expected="a zero point for each row or group",
                 found=f"blocks of {self.block}",
                 fix="Choose strategy channel or group.",
             )
@@ -149,7 +149,7 @@ class ScaledCodes(ScaledShards, ScaledOrder):
                 (-128 - low / scale).round().clamp(-128, 127).reshape(shape).to(torch_dtype(self.zero_dtype))
             )
         else:
-            scale = grouped.abs().amax(2) / top
+            scale = (block_amax(weight, self.block) if self.block else grouped.abs().amax(2)) / top
         stored[self.scale] = torch.where(scale == 0, 1, scale).reshape(shape) / self.multiplier
         blank = torch.ones(out_features, in_features)
         steps = self._bare().dequantize({**stored, self.codes: blank})

@@ -78,11 +78,7 @@ SEEN = [
     ("Four Over Six", {"quant_method": "fouroversix"}, {"weight": BYTES, "weight_scale": BYTES}),
     ("HIGGS", {"quant_method": "higgs"}, {"weight": WORDS.short(), "scales": FLOATS, "tables": FLOATS}),
     ("SINQ", {"quant_method": "sinq"}, {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS}),
-    (
-        "block-wise int8",
-        {"quant_method": "blockwise_int8"},
-        {"weight": WORDS.char(), "weight_scale_inv": FLOATS[:1, :1]},
-    ),
+    ("QMoE", {"quant_method": "qmoe"}, {"w_comp": WORDS.short(), "row_off": WORDS, "ter_minmax": FLOATS}),
     ("QQQ", {"quant_method": "qqq"}, {"B": WORDS, "s_channel": FLOATS, "s_group": FLOATS}),
     (OTHER_QUARK, quark("uint2", "per_group"), {"weight": BYTES, "weight_scale": FLOATS}),
     (OTHER_QUARK, quark("mx", "None"), {"weight": BYTES}),

@@ -17,7 +17,12 @@ from tests.support.tiny_models import described, settled
 SIZE = OUT, IN = 192, 384
 CUT = [case for case in CASES if type(case.format).shard is not Format.shard and "gemv" not in case.id]
 UNALIGNED = {
-    2: {("pack-quantized-w3-words", "in")},  # words of 10 codes in 192 channels
+    2: {
+        ("pack-quantized-w3-words", "in"),  # words of 10 codes in 192 channels
+        ("blockwise-int8", "out"),
+        ("blockwise-int8", "in"),  # blocks of 128 in 96 rows and in 192 channels
+        ("blockwise-int8-ragged", "in"),
+    },
     3: {
         (id, "in")
         for id in (
@@ -26,8 +31,10 @@ UNALIGNED = {
             "pack-quantized-w4-asym",
             "pack-quantized-w3-words",
             "torchao-intx-asym",
+            "blockwise-int8-ragged",
         )
-    },  # groups of 96 or 192 in 128 channels
+    }  # groups of 96 or 192, or blocks of 80, in 128 channels
+    | {("blockwise-int8", "out"), ("blockwise-int8-ragged", "out")},
     4: {
         ("gptq-v1-w3-sym", "out"),
         ("gptq-planar-w3", "out"),
@@ -39,6 +46,9 @@ UNALIGNED = {
         ("int-quantized-group-asym", "in"),
         ("pack-quantized-w4", "in"),
         ("pack-quantized-w3-words", "in"),
+        ("blockwise-int8", "out"),
+        ("blockwise-int8", "in"),
+        ("blockwise-int8-ragged", "in"),
     },
 }
 """Cuts that the layouts do not allow: {ranks: {(case, axis)}}."""
