@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hfq.formats.awq import Awq
 from hfq.formats.base import Format
+from hfq.formats.bitnet import BitNet
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.blockwise_int8 import BlockwiseInt8
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
@@ -320,6 +321,12 @@ CASES = [
         "modelopt-experts-fp8",
         ModeloptExpert(Fp8(strategy="tensor", scale_shape=())),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
+    Case("bitnet-bitlinear", BitNet(), {"quant_method": "bitnet", "modules_to_not_convert": None}),
+    Case(
+        "bitnet-autobitlinear",
+        BitNet(is_divided=False),
+        {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
     ),
     Case(
         "blockwise-int8",

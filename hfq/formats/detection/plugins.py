@@ -26,6 +26,7 @@ METHODS = frozenset(
         "intel/auto-round",
         "mxfp4",
         "quark",
+        "bitnet",
         "blockwise_int8",
         "w8a8_int8",
         "hfq",

@@ -38,7 +38,6 @@ REFUSED = {
     "QuIP#": ("Qidxs", _AGAIN),
     "Gemma QAT": ("quant_method='gemma'", _PLAIN),
     "FP-Quant": ("quant_method='fp_quant'", _PLAIN),
-    "BitNet": ("quant_method='bitnet'", _PLAIN),
     "EETQ": ("quant_method='eetq'", _PLAIN),
     "Four Over Six": ("quant_method='fouroversix'", _PLAIN),
     "HIGGS": ("quant_method='higgs'", _PLAIN),
@@ -68,7 +67,6 @@ _SIGNS: tuple[tuple[str, frozenset[str]], ...] = (
 _METHODS = {
     "gemma": "Gemma QAT",
     "fp_quant": "FP-Quant",
-    "bitnet": "BitNet",
     "eetq": "EETQ",
     "fouroversix": "Four Over Six",
     "higgs": "HIGGS",

@@ -73,7 +73,6 @@ SEEN = [
     ("QuIP#", {"quant_method": "quip"}, {"Qidxs": WORDS.short(), "SU": FLOATS, "SV": FLOATS}),
     ("Gemma QAT", {"quant_method": "gemma", "num_bits": 4}, {"weight": BYTES, "weight_scale": FLOATS[:, :1]}),
     ("FP-Quant", {"quant_method": "fp_quant"}, {"qweight": BYTES, "scales": BYTES, "dqweight": FLOATS[:0]}),
-    ("BitNet", {"quant_method": "bitnet"}, {"weight": BYTES, "weight_scale": FLOATS[0, :1]}),
     ("EETQ", {"quant_method": "eetq"}, {"weight": WORDS.char(), "weight_scales": FLOATS[0].half()}),
     ("Four Over Six", {"quant_method": "fouroversix"}, {"weight": BYTES, "weight_scale": BYTES}),
     ("HIGGS", {"quant_method": "higgs"}, {"weight": WORDS.short(), "scales": FLOATS, "tables": FLOATS}),

@@ -131,6 +131,8 @@ def transformers(m) -> dict[str, tuple]:
     return {
         "fp8-ragged": (m.fp8("llama", block=(24, 32), **TINY | {"hidden_size": 68}), QUERY),
         "mxfp4-gptoss": (lambda folder: m.mxfp4(folder, **FEW), EXPERTS),
+        "bitnet-bitlinear": (m.bitnet("bitlinear", **TINY), QUERY),
+        "bitnet-autobitlinear": (m.bitnet("autobitlinear", **TINY), QUERY),
     }
 
 

@@ -1,4 +1,4 @@
-"""Maker of checkpoints in the formats of transformers: fine-grained FP8, and MXFP4 of gpt-oss.
+"""Maker of checkpoints in the formats of transformers: fine-grained FP8, MXFP4 of gpt-oss, BitNet.
 
     python make_transformers.py OUTPUT
 
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import pad
 from transformers import FineGrainedFP8Config
+from transformers.integrations.bitnet import pack_weights, unpack_weights
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from writing import build, rewrite, run_all, save_dense, stock_error, stored, write_reference
@@ -105,6 +106,32 @@ def mxfp4(folder, **sizes):
     return stock_error(folder, expected)
 
 
+def bitnet(linear_class: str, **sizes):
+    """Returns a maker of ternary checkpoints, packed and unpacked by the code of transformers."""
+
+    def make(folder):
+        save_dense(build("llama", **sizes), folder)
+        packed, dense = {}, {}
+        for name, tensor in stored(folder).items():
+            packed[name] = dense[name] = tensor
+            if re.search(DENSE, name) or not name.endswith(".weight"):
+                continue
+            scale = (1 / tensor.float().abs().mean()).bfloat16()
+            codes = (tensor.float() * scale.float()).round().clamp(-1, 1)
+            packed[name] = pack_weights(codes)
+            with torch.compiler.set_stance("force_eager"):
+                found = unpack_weights(packed[name], torch.float32)
+            if linear_class == "autobitlinear":
+                scale = (1 / scale.float()).bfloat16()
+            packed[f"{name}_scale"] = scale.reshape(1)
+            dense[name] = found * scale.float() if linear_class == "autobitlinear" else found / scale.float()
+        mode = {"quantization_mode": "offline", "modules_to_not_convert": None}
+        rewrite(folder, packed, {"quant_method": "bitnet", "linear_class": linear_class, **mode})
+        write_reference(folder, dense, "transformers' unpack_weights, and its scale in float32")
+
+    return make
+
+
 GRANITE = tuple(f"model.layers.{layer}.block_sparse_moe" for layer in range(2))
 SHARED_GATES = tuple(f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2))
 MAKERS = {
@@ -122,6 +149,8 @@ MAKERS = {
     "fp8-ragged-ue8m0": fp8("llama", scale_fmt="ue8m0", hidden_size=192, intermediate_size=416, head_dim=48),
     "fp8-qwen3moe-ragged": fp8("qwen3_moe", moe_intermediate_size=96, hidden_size=192),
     "fp8-qwen2-tied": fp8("qwen2"),
+    "bitnet-bitlinear": bitnet("bitlinear"),
+    "bitnet-autobitlinear": bitnet("autobitlinear"),
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Descriptions of layers of packed integers.
 
-Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, ModelOpt int4, and Quark's int4 and uint4.
+Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, ModelOpt int4, BitNet, and Quark's
+int4 and uint4.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from hfq.formats.awq import Awq
+from hfq.formats.bitnet import BitNet
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
@@ -22,7 +24,7 @@ from hfq.formats.quark import QuarkInt4
 from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import PLANES, Layer, Layout, Place
 
-__all__ = ["awq", "gptq", "hqq", "mlx", "modelopt_int4", "pack_quantized", "quanto", "quark"]
+__all__ = ["awq", "bitnet", "gptq", "hqq", "mlx", "modelopt_int4", "pack_quantized", "quanto", "quark"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -188,6 +190,15 @@ def quanto(weight_format: QuantoBits, tensors: Tensors, out_features: int, in_fe
         zero_word=steps,
         zero_other=1,
     )
+
+
+@describes(BitNet)
+def bitnet(weight_format: BitNet, tensors: Tensors, out_features: int, in_features: int) -> Layer:
+    """Describes four slabs of rows, the first in the lowest bits."""
+    codes = tensors["weight"]
+    layout = _flat("integers", 2, 4, "plain", max(in_features, 1), in_features, False)
+    layout = dataclasses.replace(layout, word=8, middle=1.0, divides=weight_format.is_divided)
+    return Layer(layout, codes, tensors["weight_scale"], out_features, in_features, slab=codes.numel())
 
 
 def _flat(
