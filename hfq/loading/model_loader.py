@@ -113,9 +113,12 @@ class ModelLoader(LoadState):
         self.mapped: MappedTensors | None = None
         self._hidden: set[str] = set()
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
+        self._experts: list[Any] = [model.get_submodule(name) for name in self.match.experts]
         # hfq has matched every stored tensor, so transformers must not report hidden ones as unexpected
         model._keys_to_ignore_on_load_unexpected = {".*"}
+        self.hide_experts()
         self._unquantized_names = list(model.state_dict())
+        self._show_experts()
 
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
@@ -160,6 +163,31 @@ class ModelLoader(LoadState):
             moved = tuple(entry for entry in moved if entry.device != "cpu" or not entry.quantized)
         buffers = Plan(moved).buffers(self.gather_units(), self._read_ahead_nbytes())
         check_room(planned, buffers, load_context().max_memory is not None)
+
+    def hide_experts(self) -> None:
+        """Hides the layers of experts from transformers until `finish`."""
+        for experts in self._experts:
+            experts.hide_layers()
+
+    @contextmanager
+    def with_experts(self) -> Iterator[None]:
+        """A context manager in which the layers of experts are not hidden."""
+        self._show_experts()
+        yield
+        self.hide_experts()
+
+    def _show_experts(self) -> None:
+        for experts in self._experts:
+            experts.show_layers()
+
+    def names_to_load(self) -> set[str]:
+        """Returns the names of the stored tensors that transformers loads."""
+        found = {
+            info.part_of or info.name
+            for name, info in (self.match.unquantized | self.match.resized).items()
+            if name not in self._hidden
+        }
+        return found.union(*self.match.merged.values())
 
     @contextmanager
     def without_offloaded(self) -> Iterator[None]:
@@ -217,6 +245,7 @@ class ModelLoader(LoadState):
     def finish(self) -> None:
         """Completes the load once transformers has loaded the remaining tensors."""
         self._hook.remove()
+        self._show_experts()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
         known = self.match.unquantized.keys() | self._hidden

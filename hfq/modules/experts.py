@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,19 @@ class QuantizedExperts(nn.ModuleList):
         self._stacked = StackedExperts(
             self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
         )
+        self._hidden_layers: dict[str, Any] = {}
+
+    def hide_layers(self) -> None:
+        """Hides the layers from walks over the model, which are slow for many experts."""
+        if not self._hidden_layers:
+            self._hidden_layers, self._modules = self._modules, {}
+
+    def show_layers(self) -> None:
+        """Shows hidden layers again, in the training mode that the module has now."""
+        if self._hidden_layers:
+            self._hidden_layers, self._modules = {}, self._hidden_layers
+            if self[0].training != self.training:
+                self.train(self.training)
 
     @uncompiled
     def forward(

@@ -34,6 +34,8 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
 9. `PreTrainedConfig._get_config_dict`. Upstream builds a config of any size, which may take all memory, and
    before the files of a model on the Hub are known. config.json may also name another file to use instead.
    hfq checks the JSON of each.
+10. `modeling_utils.convert_and_load_state_dict_in_model`. Upstream sorts and renames every stored tensor,
+   also those that hfq has loaded itself. hfq passes on only the others.
 """
 
 from __future__ import annotations
@@ -77,11 +79,12 @@ _pool_process = os.getpid()  # the process in which torch's thread pool was made
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Applies patches 1, 3, and 5 to 9, and patch 2 for model classes."""
+    """Applies patches 1, 3, and 5 to 10, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         module.accelerate_dispatch = _dispatching(module.accelerate_dispatch)
+        module.convert_and_load_state_dict_in_model = _choosing(module.convert_and_load_state_dict_in_model)
         reading = module.PreTrainedConfig._get_config_dict.__func__
         module.PreTrainedConfig._get_config_dict = classmethod(_checking(reading))
         _guard(module.PreTrainedModel)
@@ -143,10 +146,26 @@ def _dispatching(original: Callable) -> Callable:
     @functools.wraps(original)
     def accelerate_dispatch(model: Any, hf_quantizer: Any, *args: Any, **kwargs: Any) -> Any:
         loading = getattr(hf_quantizer, "loading", None)
-        with contextlib.nullcontext() if loading is None else loading.without_offloaded():
+        if loading is None:
+            return original(model, hf_quantizer, *args, **kwargs)
+        with loading.with_experts(), loading.without_offloaded():
             return original(model, hf_quantizer, *args, **kwargs)
 
     return accelerate_dispatch
+
+
+def _choosing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def convert_and_load_state_dict_in_model(
+        model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        loading = getattr(load_config.hf_quantizer, "loading", None)
+        if loading is not None:
+            names = loading.names_to_load()
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name in names}
+        return original(model, state_dict, load_config, *args, **kwargs)
+
+    return convert_and_load_state_dict_in_model
 
 
 def _checking(original: Callable) -> Callable:

@@ -54,8 +54,9 @@ class HfqQuantizer(HfQuantizer):
             device_map: The map of the user, or the map that transformers inferred. transformers keeps this
                 dict, so its entries are replaced.
         """
-        with without_torch_modes():
-            execution_map = self.loading.place(device_map, self._max_memory)  # type: ignore[union-attr]
+        loading: ModelLoader = self.loading  # type: ignore[assignment]
+        with without_torch_modes(), loading.with_experts():
+            execution_map = loading.place(device_map, self._max_memory)
         if device_map is not None and execution_map is not None:
             device_map.clear()
             device_map.update(execution_map)
@@ -104,6 +105,7 @@ class HfqQuantizer(HfQuantizer):
         self.quantization_config = self.loading.config
         if load_context().stops_at_meta_model:
             raise MetaModelReached(self.loading)
+        self.loading.hide_experts()
         if not isinstance(device_map, str):
             self._place_model(device_map)
         return model

@@ -65,6 +65,9 @@ class SlicedLoader(ModelLoader):
         self._settled: dict[str, dict[str, Any]] = {}
         self._rules = dict(model.tp_plan)
 
+    def hide_experts(self) -> None:
+        """Hides nothing, since transformers installs hooks on the layers of experts, too."""
+
     def __deepcopy__(self, memo: dict) -> SlicedLoader:
         # transformers' hooks call the original layers
         raise no_copy(f"{len(self.slices)} layers cut for {self.world} ranks")
