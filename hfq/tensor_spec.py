@@ -104,17 +104,26 @@ class StoredOrder:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Type of a tensor in a GGUF file, and the order of its elements.
+    """Type of a tensor in a GGUF file, and what the file stores differently than the model.
 
     Attributes:
         type: The name in ggml, such as `Q4_K` or `BF16`.
         rows: The order of the rows; None for the model's own.
         columns: The order of the columns; None for the model's own.
+        function: The function of the model's values that the file stores; None for the values themselves.
+        is_layer: True for the weight of a layer that holds it as stored, also if it consists of numbers.
     """
 
     type: str
     rows: StoredOrder | None = None
     columns: StoredOrder | None = None
+    function: Literal["plus one", "minus exponential"] | None = None
+    is_layer: bool = False
+
+    @property
+    def is_converted(self) -> bool:
+        """True for a parameter whose values a load computes from the stored ones."""
+        return not self.is_layer and (self.rows is not None or self.function is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from hfq.checkpoint.gguf.named_model import GgufModel, open_gguf
+from hfq.checkpoint.gguf.split_files import find_gguf, parts_of
 from hfq.checkpoint.header import Header, HeaderLimits, read_header
 from hfq.checkpoint.small_file import read_small_file
 from hfq.errors import CheckpointError, error_of_limit
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["HUB_ID", "JSON_LIMIT", "Checkpoint", "check_inside", "parse_json", "weight_map_of"]
+__all__ = [
+    "HUB_ID",
+    "JSON_LIMIT",
+    "Checkpoint",
+    "check_inside",
+    "parse_json",
+    "split_gguf_path",
+    "weight_map_of",
+]
 
 JSON_LIMIT = 256 << 20
 """Most bytes of a JSON file."""
@@ -36,13 +46,15 @@ class Checkpoint:
         root: The folder.
         config: `config.json`, or empty without one.
         headers: The header of each file, by path.
-        tensors: Every stored tensor by its checkpoint name.
+        tensors: Every stored tensor by its checkpoint name; tensors of GGUF files by their name in the model.
+        gguf: The model in GGUF files; None for safetensors.
     """
 
     root: str
     config: dict
     headers: dict[str, Header]
     tensors: dict[str, TensorInfo] = field(repr=False)
+    gguf: GgufModel | None = None
 
     @classmethod
     def open(
@@ -50,20 +62,23 @@ class Checkpoint:
         root: str | os.PathLike,
         variant: str | None = None,
         limits: HeaderLimits = HeaderLimits(),  # noqa: B008
+        gguf_file: str | None = None,
     ) -> Checkpoint:
-        """Opens the checkpoint in a folder: `model.safetensors`, or the shards of its index.
+        """Opens the checkpoint in a folder: `model.safetensors`, its shards, or a GGUF file.
 
         `transformers_weights` in config.json names another file or index, as in transformers.
 
         Args:
-            root: The folder.
+            root: The folder, or the path of a GGUF file.
             variant: As in `from_pretrained`: `model.<variant>.safetensors`.
             limits: Limits on each header.
+            gguf_file: The name of a GGUF file in the folder, or of any part of a split.
 
         Raises:
             CheckpointError: The folder, a shard, or a header is missing or damaged, or a shard is outside the
                 folder.
         """
+        root, gguf_file = split_gguf_path(root, gguf_file)
         root = Path(root)
         if not os.path.lexists(root):
             fix = "Check the path. A model on the Hub is named `organization/model`."
@@ -84,11 +99,17 @@ class Checkpoint:
                 found="a file",
                 fix=f"Pass its folder, {root.parent}.",
             )
+        if gguf_file is not None:
+            check_inside("gguf_file", [gguf_file])
+            return cls._from_gguf(root, root / gguf_file, limits)
         single, index = _weights_files(root, variant)
         if single is not None and os.path.lexists(single):
             return cls.from_files([single], root=root, limits=limits)
         if not os.path.lexists(index):
-            raise _no_weights(root)
+            file = find_gguf(root)
+            if file is None:
+                raise _no_weights(root)
+            return cls._from_gguf(root, file, limits)
         _check_contained(root, index)
         weight_map = weight_map_of(_read_json(index), index)
         files = [root / name for name in sorted(set(weight_map.values()))]
@@ -99,16 +120,24 @@ class Checkpoint:
         return checkpoint
 
     @classmethod
+    def _from_gguf(cls, root: Path, file: Path, limits: HeaderLimits) -> Checkpoint:
+        """Opens a GGUF file, or all parts of the split that it belongs to."""
+        files = parts_of(file)
+        for part in files:
+            _check_exists(root, part)
+        return cls.from_files(files, root=root, limits=limits)
+
+    @classmethod
     def from_files(
         cls,
         files: Sequence[str | os.PathLike],
         root: str | os.PathLike | None = None,
         limits: HeaderLimits = HeaderLimits(),  # noqa: B008
     ) -> Checkpoint:
-        """Opens the checkpoint that consists of these safetensors files.
+        """Opens the checkpoint that consists of these safetensors files, or of one GGUF model.
 
         Args:
-            files: The shards.
+            files: The shards; or a GGUF file, or all parts of a split in order.
             root: The folder that must contain them; None means the folder of the first.
             limits: Limits on each header.
 
@@ -127,6 +156,12 @@ class Checkpoint:
         tensors: dict[str, TensorInfo] = {}
         for file in map(Path, files):
             _check_contained(root, file)
+        if Path(files[0]).suffix == ".gguf":
+            opened, model = open_gguf([*map(Path, files)], limits)
+            checkpoint = cls(str(root), {}, {**opened}, {**model.tensors}, model)
+            checkpoint.config.update(checkpoint.side_file("config.json") or {})
+            return checkpoint
+        for file in map(Path, files):
             header = read_header(file, limits)
             headers[str(file)] = header
             for name in header.tensors.keys() & tensors.keys():
@@ -167,6 +202,19 @@ class Checkpoint:
         return {key: value for key, value in merged.items() if key not in disputed}
 
 
+def split_gguf_path(
+    path: str | os.PathLike, gguf_file: str | None = None
+) -> tuple[str | os.PathLike, str | None]:
+    """Returns the folder and the name of a GGUF file for the path of such a file.
+
+    Other paths are returned with the given name.
+    """
+    path = os.fspath(path)
+    if gguf_file is None and path.endswith(".gguf") and not os.path.isdir(path):
+        return os.path.dirname(path) or ".", os.path.basename(path)
+    return path, gguf_file
+
+
 def _weights_files(root: Path, variant: str | None) -> tuple[Path | None, Path]:
     """Returns the paths where a single file of weights (None for never) and an index may be."""
     infix = f".{variant}" if variant else ""
@@ -191,10 +239,10 @@ def _no_weights(root: Path) -> CheckpointError:
     if pickles:
         fix = "Convert the checkpoint to safetensors. hfq never opens a pickle."
     return CheckpointError(
-        "The folder holds no safetensors checkpoint.",
+        "The folder holds no checkpoint.",
         file=root,
         found=", ".join(found) or "an empty folder",
-        expected="model.safetensors or model.safetensors.index.json",
+        expected="model.safetensors, model.safetensors.index.json, or a GGUF file",
         fix=fix,
     )
 

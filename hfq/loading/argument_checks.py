@@ -11,15 +11,15 @@ import torch
 
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
+from hfq.checkpoint.index import split_gguf_path
 from hfq.errors import CheckpointError, PlacementError, SetupError, nearest, raise_first
 from hfq.loading.context import load_context
 from hfq.placement.accelerators import list_accelerators
 from hfq.placement.device_map import AUTOMATIC, absent_accelerator, check_device
 
-__all__ = ["check_arguments", "open_local"]
+__all__ = ["check_arguments", "open_local", "take_gguf_file"]
 
 _UNSUPPORTED = {
-    "gguf_file": "Load GGUF files without HfqConfig.",
     "state_dict": "Pass the folder of the checkpoint instead.",
     "device_mesh": "Leave it out. transformers creates the mesh for tp_plan.",
     "load_in_4bit": "Leave it out. HfqConfig(quantize_weights=METHOD) quantizes on load.",
@@ -123,8 +123,35 @@ def _check_max_memory(max_memory: Any) -> None:
             )
 
 
-def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
+def take_gguf_file(path: Any, kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+    """Removes `gguf_file` from the arguments, since transformers must not read the file itself.
+
+    The path may be that of a GGUF file.
+
+    Returns:
+        The folder or Hub id, and the name of the file; None without one.
+
+    Raises:
+        SetupError: `gguf_file` is not the name of a GGUF file.
+    """
+    name = kwargs.pop("gguf_file", None)
+    if name is not None and not (isinstance(name, str) and name.endswith(".gguf")):
+        raise SetupError(
+            "from_pretrained(gguf_file=…) is not the name of a GGUF file. Nothing was loaded.",
+            found=repr(name)[:80],
+            expected="a name that ends in .gguf",
+            fix='Pass a file of the checkpoint, such as gguf_file="model-Q4_K_M.gguf".',
+        )
+    return split_gguf_path(path, name) if isinstance(path, (str, os.PathLike)) else (path, name)
+
+
+def open_local(path: Any, kwargs: Mapping[str, Any], gguf_file: str | None = None) -> Checkpoint | None:
     """Validates the checkpoint in a local folder.
+
+    Args:
+        path: The folder or Hub id.
+        kwargs: Arguments of `from_pretrained`.
+        gguf_file: The name of a GGUF file in the folder; None to look for a checkpoint.
 
     Returns:
         The checkpoint, or None for a Hub id or a folder with only an adapter.
@@ -155,9 +182,9 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
         return None
     if not load_context().stops_at_meta_model:
         check_has_weights(folder)
-    checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
+    checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"), gguf_file=gguf_file)
     _check_index(checkpoint)
-    if not checkpoint.config and kwargs.get("config") is None:
+    if not checkpoint.config and kwargs.get("config") is None and checkpoint.gguf is None:
         found = sorted(entry.name for entry in folder.iterdir())[:12]
         raise CheckpointError(
             "The checkpoint has no config.json.",

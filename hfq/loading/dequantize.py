@@ -84,7 +84,7 @@ def _unquantized(module: QuantizedModule, dtype: torch.dtype) -> Any:
     made: nn.Module
     with torch.device("meta"):
         if isinstance(module, QuantizedEmbedding):
-            made = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
+            made = _embedding(module)
         elif module.is_transposed:
             made = Conv1D(module.out_features, module.in_features)
         else:
@@ -92,6 +92,16 @@ def _unquantized(module: QuantizedModule, dtype: torch.dtype) -> Any:
     made.weight = nn.Parameter(weight.to(dtype).contiguous())
     if bias is not None:
         made.bias = nn.Parameter(bias.to(dtype))
+    return made
+
+
+def _embedding(module: QuantizedEmbedding) -> nn.Embedding:
+    """Returns an embedding without weights."""
+    size = module.num_embeddings, module.embedding_dim, module.padding_idx
+    if module.replaced_class is None:
+        return nn.Embedding(*size)
+    made = module.replaced_class(*size, float(module.embed_scale))
+    made.embed_scale = module.embed_scale
     return made
 
 

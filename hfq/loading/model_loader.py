@@ -10,9 +10,11 @@ anything.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context, remember_plan
 from hfq.loading.dequantize import dequantize_model
 from hfq.loading.devices.settled_devices import SettledDevices
+from hfq.loading.gguf.metadata_config import check_metadata
+from hfq.loading.gguf.saved_files import gguf_saved
 from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.mapped_tensors import MappedTensors, settle_mapped
 from hfq.loading.matching.match import match_model
@@ -97,6 +101,7 @@ class ModelLoader(LoadState):
         self.match = match_model(
             model, self.checkpoint, source or {}, context.key_mapping, context.ignores_sizes
         )
+        check_metadata(model.config, self.checkpoint)
         check_experts_implementation(context.experts_implementation, self.match)
         check_buffers(model, self.checkpoint)
         if config.recipe is None:
@@ -360,8 +365,12 @@ class ModelLoader(LoadState):
     ) -> AbstractContextManager[bool]:
         """Returns a context manager in which `save_pretrained` writes the same files as the source.
 
-        See `saving.like_source`.
+        See `saving.like_source` and, for GGUF files, `gguf.saved_files.gguf_saved`.
         """
+        if self.checkpoint.gguf is not None and not os.path.isfile(folder):
+            state = self.state_dict(model)[0]  # by all ranks of a tensor-parallel model
+            if is_main_process:
+                return gguf_saved(self, model, state, Path(folder))
         return like_source(model, self.checkpoint, folder, is_main_process, self.match.unused)
 
     def _moving(self) -> dict[str, QuantizedModule]:

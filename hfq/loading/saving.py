@@ -20,7 +20,7 @@ from hfq.loading.whole_save import least_nbytes, whole_save
 from hfq.modules.flat_buffer import map_tensor
 from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["SIDE_FILES", "like_source", "stored_state"]
+__all__ = ["SIDE_FILES", "declared_like", "like_source", "stored_state"]
 
 
 def stored_state(
@@ -97,20 +97,20 @@ def like_source(
         True, since this process writes the model.
     """
     if not is_main_process or os.path.isfile(folder):
-        with _declared_like(model, checkpoint):
+        with declared_like(model, checkpoint):
             yield True
         return
     is_adapter = getattr(model, "_hf_peft_config_loaded", False)
     names = () if is_adapter else checkpoint.tensors.keys() - set(unused)
     nbytes = least_nbytes((checkpoint.tensors[name] for name in names), model.dtype.itemsize)
-    with whole_save(Path(folder), nbytes), _declared_like(model, checkpoint):
+    with whole_save(Path(folder), nbytes), declared_like(model, checkpoint):
         if not is_adapter:
             _copy_side_files(checkpoint, Path(folder))
         yield True
 
 
 @contextlib.contextmanager
-def _declared_like(model: Any, checkpoint: Checkpoint) -> Iterator[None]:
+def declared_like(model: Any, checkpoint: Checkpoint) -> Iterator[None]:
     """Removes `quantization_config` from the model's config meanwhile, if the source has none."""
     named = getattr(model.config, "quantization_config", None)
     if named is None or is_declared(checkpoint):

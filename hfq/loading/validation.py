@@ -60,12 +60,12 @@ def check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
 
 
 def open_files(files: list[str] | None) -> Checkpoint:
-    foreign = [file for file in files or () if not file.endswith(".safetensors")]
+    foreign = [file for file in files or () if not file.endswith((".safetensors", ".gguf"))]
     if not files or foreign:
         raise FormatError(
-            "The checkpoint is not safetensors. Nothing was loaded.",
+            "The checkpoint is neither safetensors nor GGUF. Nothing was loaded.",
             file=foreign[0] if foreign else None,
-            expected="*.safetensors",
+            expected="*.safetensors or *.gguf",
             found=", ".join(foreign) or "no files",
             fix="Convert the checkpoint to safetensors. hfq never opens a pickle.",
         )

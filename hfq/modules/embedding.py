@@ -30,9 +30,13 @@ class QuantizedEmbedding(QuantizedModule):
     Attributes:
         padding_idx: The token whose row an adapter leaves unchanged, as in `nn.Embedding`; so are the next
             four.
+        replaced_class: The class of an embedding that multiplies its rows by a factor; None for another one.
+        embed_scale: That factor, float32 []; PEFT expects the attribute only where there is one.
     """
 
     padding_idx: int | None = None
+    replaced_class: type | None = None
+    embed_scale: torch.Tensor
     max_norm = None
     norm_type = 2.0
     scale_grad_by_freq = False
@@ -70,8 +74,8 @@ class QuantizedEmbedding(QuantizedModule):
                 found=f"{int(wanted[0])} to {int(wanted[-1])}",
                 fix="Use the tokenizer of this checkpoint.",
             )
-        rows = self._rows(wanted)
-        return rows[places].view(*tokens.shape, self.embedding_dim)
+        rows = self._rows(wanted)[places].view(*tokens.shape, self.embedding_dim)
+        return rows if self.replaced_class is None else rows * self.embed_scale.to(rows.dtype)
 
     def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
         """Returns the rows of ascending tokens, dequantized in panels of `row_multiple` rows."""

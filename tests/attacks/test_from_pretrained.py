@@ -83,7 +83,7 @@ def test_missing_weights_and_a_missing_or_broken_config_are_named(model):
         load(model)
     (model / "kept").rename(model / "config.json")
     (model / "model.safetensors").unlink()
-    with refused("holds no safetensors checkpoint", file=model):
+    with refused("holds no checkpoint", file=model):
         load(model)
 
 

@@ -65,7 +65,7 @@ def test_a_variant_is_found_and_only_when_it_is_asked_for(folder, sharded):
     os.rename(sharded / INDEX, sharded / "model.safetensors.index.fp16.json")
     for path in (folder, sharded):
         assert len(Checkpoint.open(path, variant="fp16").tensors) == 3
-        with refused("holds no safetensors checkpoint", file=path):
+        with refused("holds no checkpoint", file=path):
             Checkpoint.open(path)
 
 
@@ -165,7 +165,7 @@ def test_no_file_is_no_checkpoint():
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with refused("holds no safetensors checkpoint", "found: an empty folder", file=tmp_path):
+    with refused("holds no checkpoint", "found: an empty folder", file=tmp_path):
         Checkpoint.open(tmp_path)
 
 

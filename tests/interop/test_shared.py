@@ -1,6 +1,9 @@
 """Tests of checkpoints from other projects' tools next to the repository, if present."""
 
+import hashlib
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import source_config
 from hfq.formats.detection.unsupported import UnsupportedFormatError
 from hfq.loading.saving import SIDE_FILES
+from hfq.modules.experts import QuantizedExperts
 from tests.support import tiny_models
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -19,16 +23,32 @@ pytestmark = pytest.mark.skipif(
     not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints next to the repository"
 )
 
-PLACEMENTS = {
-    "cpu": {"": "cpu"},
-    "half": {"": "cpu", "model.layers.1": "disk", "model.norm": "disk"},
-    "disk": {"": "disk"},
-}
+
+def checkpoints() -> list[Path]:
+    folders = (folder for folder in (tiny_models.SHARED, tiny_models.SHARED_2026) if folder.is_dir())
+    found = (path for folder in folders for path in folder.iterdir())
+    return sorted(path for path in found if path.is_dir() and path.name not in tiny_models.UNREAD)
 
 
-def folders(is_read: bool = True) -> pytest.MarkDecorator:
-    paths = tiny_models.shared_checkpoints(is_read)
-    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
+READ = [
+    pytest.param(
+        path,
+        id=path.name,
+        marks=pytest.mark.skipif(
+            "noconfig" in path.name and importlib.util.find_spec("gguf") is None,
+            reason="transformers makes a config of GGUF metadata with the package gguf",
+        ),
+    )
+    for path in checkpoints()
+]
+
+
+def placements(path: Path) -> dict[str, dict]:
+    """Returns device maps, of which "half" puts the last layer on disk."""
+    names = Checkpoint.open(path).tensors
+    last = max(int(name.split(".")[2]) for name in names if name.startswith("model.layers."))
+    half = {"": "cpu", f"model.layers.{last}": "disk", "model.norm": "disk"}
+    return {"cpu": {"": "cpu"}, "half": half, "disk": {"": "disk"}}
 
 
 def load(path, **options):
@@ -43,40 +63,76 @@ def logits(model, tokens):
         return model(tokens).logits
 
 
-@folders()
+def stored(folder: Path) -> dict[str, object]:
+    """Returns the tensors of a folder as digests, or the bytes of its GGUF files."""
+    files = {file.name: file.read_bytes() for file in folder.glob("*.gguf")}
+    return files or tiny_models.digests(folder)
+
+
+@pytest.mark.parametrize("path", READ)
 def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placement(path):
     reference = safetensors_torch.load_file(path / "reference_weightonly.safetensors")
     expected, tokens = reference["logits_fp32_weightonly"], reference["input_ids"]
-    found = {key: logits(load(path, device_map=device_map), tokens) for key, device_map in PLACEMENTS.items()}
+    maps = placements(path)
+    found = {key: logits(load(path, device_map=device_map), tokens) for key, device_map in maps.items()}
     # float32 sums in another order than the reference allow 1e-5 relative L2.
     assert (found["cpu"] - expected).norm() <= 1e-5 * expected.norm()
     assert all(torch.equal(found["cpu"], other) for other in found.values())
 
 
+@pytest.mark.parametrize("path", [path for path in READ if path.values[0].parent == tiny_models.SHARED_2026])
+def test_the_weights_are_the_exactly_dequantized_ones(path):
+    expected = json.loads((path / "expected_weights_sha256.json").read_text())
+    model = load(path, device_map={"": "cpu"})
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+    found = {}
+    for name in expected:
+        owner, _, local = name.rpartition(".")
+        if owner in experts:
+            layers = [
+                [layer.weight for key, layer in each.items() if key[:2] in local] for each in experts[owner]
+            ]
+            found[name] = torch.stack([torch.cat(parts) for parts in layers])
+        else:
+            found[name] = getattr(model.get_submodule(owner), local)
+    different = {
+        name
+        for name, digest in expected.items()
+        if digest != hashlib.sha256(as_bytes(found[name])).hexdigest()
+    }
+    assert {
+        name for name in different if not name.endswith("A_log")
+    } == set()  # a logarithm, see its own test
+
+
+def as_bytes(weight: torch.Tensor) -> bytes:
+    return weight.detach().float().contiguous().numpy().tobytes()
+
+
 @pytest.mark.parametrize(
     "placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))]
 )
-@folders()
+@pytest.mark.parametrize("path", READ)
 def test_saving_gives_back_every_byte_and_the_config(path, placement, tmp_path):
-    model = load(path, device_map=PLACEMENTS[placement], dtype="auto")
+    model = load(path, device_map=placements(path)[placement], dtype="auto")
     model.save_pretrained(tmp_path)
-    assert tiny_models.digests(tmp_path) == tiny_models.digests(path)
-    source = json.loads((path / "config.json").read_text())
+    assert stored(tmp_path) == stored(path)
     saved = json.loads((tmp_path / "config.json").read_text())
+    source = json.loads((path / "config.json").read_text()) if (path / "config.json").is_file() else {}
     assert saved.get("quantization_config") == source.get("quantization_config")
     for side_file in SIDE_FILES:
         if (path / side_file).is_file():
             assert (tmp_path / side_file).read_bytes() == (path / side_file).read_bytes()
 
 
-@folders()
+@pytest.mark.parametrize("path", READ)
 def test_nothing_is_inflated(path):
     modules = load(path, device_map={"": "cpu"}).hf_quantizer.loading.quantized.values()
     held = sum(parameter.nbytes for module in modules for parameter in module.parameters())
     assert held <= 1.02 * sum(info.nbytes for module in modules for info in module.infos.values())
 
 
-@folders(is_read=False)
+@pytest.mark.parametrize("path", tiny_models.shared_checkpoints(is_read=False), ids=lambda path: path.name)
 def test_a_format_that_is_not_read_is_named(path):
     checkpoint = Checkpoint.open(path)
     with pytest.raises(UnsupportedFormatError, match=r"is not supported\. Nothing was loaded"):

@@ -146,7 +146,9 @@ def parse_gguf(
             )
         stored = (*shape[:-1], shape[-1] // found.size * found.nbytes) if found.dtype == "U8" else shape
         source = ByteRange(file, data_start + offset, nbytes)
-        tensors[name] = TensorInfo(name, found.dtype, stored, source, blocks=Blocks(found.name))
+        tensors[name] = TensorInfo(
+            name, found.dtype, stored, source, blocks=Blocks(found.name, is_layer=found.dtype == "U8")
+        )
         end = _aligned(source.offset + nbytes, alignment)
     last = max((info.range.offset + info.nbytes for info in tensors.values()), default=cursor.position)
     _check_end(cursor, last, end)

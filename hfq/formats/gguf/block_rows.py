@@ -8,8 +8,8 @@ ggml's type is in the header of the file (`TensorInfo.blocks`), with the order i
 and columns: the converter of llama.cpp permutes those of some layers. A block does not cross rows, so a row
 is decoded where it lies. Columns are permuted after a row is decoded.
 
-Rows of numbers are layers of this format if their order differs from the model's, or if they are fused
-experts. Other floats are unquantized.
+Rows of numbers are a layer of this format if their order differs from the model's, if the model has the
+transposed weight, or if they are fused experts. Other floats are unquantized.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -33,7 +33,7 @@ from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.scaled import Others, other_specs, other_tensors
 from hfq.tensor_spec import Blocks, StoredOrder, TensorInfo, TensorSpec
 
-__all__ = ["Gguf", "is_layer", "no_quantization", "positions"]
+__all__ = ["Gguf", "no_quantization", "positions"]
 
 _OTHERS = ("input_scale",)
 
@@ -56,7 +56,7 @@ class Gguf(Format):
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Gguf | None:
         weight, scale = tensors.get("weight"), tensors.get("scale")
-        if weight is None or weight.blocks is None or len(weight.shape) != 2 or not is_layer(weight):
+        if weight is None or weight.blocks is None or len(weight.shape) != 2 or not weight.blocks.is_layer:
             return None
         return cls(weight.blocks, None if scale is None else scale.shape, other_tensors(tensors, _OTHERS))
 
@@ -151,15 +151,6 @@ class Gguf(Format):
             moved["bias"] = tensors["bias"].index_select(0, order)
         blocks = dataclasses.replace(self.blocks, rows=None)
         return dataclasses.replace(self, blocks=blocks), {**tensors, **moved}
-
-
-def is_layer(weight: TensorInfo) -> bool:
-    """Returns True if a weight of a GGUF file is a layer of this format."""
-    blocks = weight.blocks
-    if blocks is None or weight.dtype == "U8":
-        return blocks is not None
-    is_ordered = blocks.rows is not None or blocks.columns is not None
-    return weight.dtype in FLOATS and (is_ordered or weight.part_of is not None)
 
 
 def positions(order: StoredOrder, device: torch.device) -> torch.Tensor:

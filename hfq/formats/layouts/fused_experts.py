@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfq.errors import FormatError
 from hfq.tensor_spec import ByteRange, TensorInfo
@@ -83,7 +83,7 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
                     found=f"{part} and {name}",
                     fix="Download the checkpoint again, or remove one of the two tensors.",
                 )
-            split[part] = TensorInfo(part, info.dtype, info.shape[1:], source, part_of=name)
+            split[part] = replace(info, name=part, shape=info.shape[1:], range=source, part_of=name)
     return split
 
 
@@ -120,4 +120,7 @@ def _target(name: str, tensors: Mapping[str, TensorInfo]) -> _Slices | None:
 def _codes_of(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
     """Returns the first existing tensor of `names`, or None if it cannot be codes of experts."""
     codes = next((tensors[name] for name in names if name in tensors), None)
-    return codes if codes is not None and len(codes.shape) == 3 and codes.dtype in _PACKED_DTYPES else None
+    if codes is None or len(codes.shape) != 3:
+        return None
+    is_layer = codes.blocks is not None and codes.blocks.is_layer
+    return codes if is_layer or codes.dtype in _PACKED_DTYPES else None

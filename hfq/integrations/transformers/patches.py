@@ -31,10 +31,13 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    stored words, and skips weights on disk.
 8. `modeling_utils.accelerate_dispatch`, of models over several accelerators. accelerate's hooks would move
    quantized and offloaded tensors.
-9. `PreTrainedConfig._get_config_dict`. Upstream builds a config of any size, which may take all memory, and
+9. `modeling_utils.PreTrainedModel._load_pretrained_model`, of GGUF files. Upstream reads them itself, refuses
+   another quantizer than its own (`get_hf_quantizer`), and knows no split file. hfq keeps `gguf_file` from
+   upstream, and gives it the unquantized tensors.
+10. `PreTrainedConfig._get_config_dict`. Upstream builds a config of any size, which may take all memory, and
    before the files of a model on the Hub are known. config.json may also name another file to use instead.
    hfq checks the JSON of each.
-10. `modeling_utils.convert_and_load_state_dict_in_model`. Upstream sorts and renames every stored tensor,
+11. `modeling_utils.convert_and_load_state_dict_in_model`. Upstream sorts and renames every stored tensor,
    also those that hfq has loaded itself. hfq passes on only the others.
 """
 
@@ -51,23 +54,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.index import check_inside
 from hfq.errors import HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.scatter import described_folder
 from hfq.integrations.deepspeed.start_ranks import start_distributed
+from hfq.integrations.hub.gguf_files import download_gguf
 from hfq.integrations.transformers.interpreter import pausing_collection
-from hfq.loading.argument_checks import check_arguments, open_local
+from hfq.loading.argument_checks import check_arguments, open_local, take_gguf_file
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.custom_code import refusing_custom_code
+from hfq.loading.gguf.metadata_config import build_config, needs_config
+from hfq.loading.gguf.stored_floats import unquantized_state
 from hfq.loading.load_errors import as_hfq_error, naming_accelerators
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import failing_together, is_zero3
+from hfq.loading.state import LoadState
 from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
 from hfq.loading.whole_save import staged_save
 from hfq.modules.offloaded_parameter import OffloadedParameter
@@ -85,6 +93,8 @@ def patch_modeling_utils(module: Any) -> None:
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         module.accelerate_dispatch = _dispatching(module.accelerate_dispatch)
         module.convert_and_load_state_dict_in_model = _choosing(module.convert_and_load_state_dict_in_model)
+        supplying = _supplying(module.PreTrainedModel._load_pretrained_model)
+        module.PreTrainedModel._load_pretrained_model = staticmethod(supplying)
         reading = module.PreTrainedConfig._get_config_dict.__func__
         module.PreTrainedConfig._get_config_dict = classmethod(_checking(reading))
         _guard(module.PreTrainedModel)
@@ -130,6 +140,9 @@ def _validating(original: Callable) -> Callable:
         named = kwargs.get("transformers_explicit_filename")
         if named is not None:
             check_inside("config.json", [str(named)])
+        checkpoint = load_context().checkpoint
+        if checkpoint is not None and checkpoint.gguf is not None:
+            return [*checkpoint.headers], None
         resolved = original(*args, **kwargs)
         files, metadata = resolved
         if files and all(file.endswith(".safetensors") for file in files):
@@ -140,6 +153,19 @@ def _validating(original: Callable) -> Callable:
         return resolved
 
     return get_resolved_checkpoint_files
+
+
+def _supplying(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load_pretrained_model(
+        model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        loading = getattr(load_config.hf_quantizer, "loading", None)
+        if state_dict is None and isinstance(loading, LoadState) and loading.checkpoint.gguf is not None:
+            state_dict = unquantized_state(loading)
+        return original(model, state_dict, files, load_config, *args, **kwargs)
+
+    return load_pretrained_model
 
 
 def _dispatching(original: Callable) -> Callable:
@@ -344,11 +370,16 @@ def _hiding_counts() -> Iterator[None]:
 @pausing_collection()
 def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load with hfq: checks first, no other load at the same time, one kind of error."""
+    from transformers import GenerationConfig  # transformers imports this file during its own import
+
     check_arguments(kwargs)
     check_distributed(kwargs, chosen.cpu_memory)
     if chosen.recipe is not None:
         check_quantize_on_load(chosen, asks_for_ranks(kwargs))
-    checkpoint = open_local(path, kwargs)
+    path, gguf_file = take_gguf_file(path, kwargs)
+    checkpoint = open_local(path, kwargs, gguf_file)
+    if checkpoint is None and gguf_file is not None:
+        checkpoint = Checkpoint.open(download_gguf(path, gguf_file, kwargs), gguf_file=gguf_file)
     chooses_attention = isinstance(kwargs.get("attn_implementation"), str)
     if checkpoint is not None:
         check_sizes(checkpoint, chooses_attention)
@@ -370,6 +401,11 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         named = naming_accelerators(path)
         with context, _one_load, cache, refusing_custom_code(path), named, _hiding_counts():
             _renew_thread_pool()
+            if checkpoint is not None and needs_config(checkpoint, kwargs.get("config")):
+                kwargs["config"] = config = build_config(path, checkpoint, kwargs)
+                # upstream looks for a generation config in config.json, which is not there
+                if kwargs.get("generation_config") is None:
+                    kwargs["generation_config"] = GenerationConfig.from_model_config(config)
             return load(path)
     except HfqError:
         raise

@@ -61,6 +61,20 @@ class HfqQuantizer(HfQuantizer):
             device_map.clear()
             device_map.update(execution_map)
 
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Returns the dtype of unquantized weights.
+
+        transformers passes None for a GGUF file whose config names none. As upstream does, hfq then takes the
+        dtype of the file's weights, or float32 if they are quantized.
+        """
+        checkpoint = load_context().checkpoint
+        if dtype is not None or checkpoint is None or checkpoint.gguf is None:
+            return dtype
+        types = {info.dtype for info in checkpoint.tensors.values() if info.blocks is not None}
+        if "U8" in types or not {"BF16", "F16"} & types:
+            return torch.float32
+        return torch.bfloat16 if "BF16" in types else torch.float16
+
     def adjust_max_memory(self, max_memory: dict) -> dict:
         """Keeps the memory limits of an automatic device map, to plan once a map is inferred.
 
@@ -97,6 +111,8 @@ class HfqQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         # imported here, since transformers imports this file during its own import
         from hfq.integrations.transformers.load_kinds import choose_loader
+        from hfq.loading.gguf.metadata_config import check_rope_tensors
+        from hfq.loading.gguf.stored_floats import convert_tensors
         from hfq.loading.meta_model import MetaModelReached
 
         with without_torch_modes():
@@ -105,6 +121,9 @@ class HfqQuantizer(HfQuantizer):
         self.quantization_config = self.loading.config
         if load_context().stops_at_meta_model:
             raise MetaModelReached(self.loading)
+        with without_torch_modes():
+            check_rope_tensors(model.config, self.loading.checkpoint, self.loading.reader)
+            convert_tensors(self.loading)
         self.loading.hide_experts()
         if not isinstance(device_map, str):
             self._place_model(device_map)
@@ -123,9 +142,12 @@ class HfqQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict | None, dict]:
         """Returns the tensors and the file metadata to save.
 
-        Tensors on disk are views of the checkpoint.
+        Tensors on disk are views of the checkpoint. hfq itself writes GGUF files.
         """
-        return self.loading.state_dict(model) if self.loading is not None else (None, {})
+        if self.loading is None:
+            return None, {}
+        is_adapter = getattr(model, "_hf_peft_config_loaded", False)
+        return ({}, {}) if self.loading.checkpoint.gguf and not is_adapter else self.loading.state_dict(model)
 
     def is_serializable(self) -> bool:
         return True

@@ -15,7 +15,7 @@ from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import choose_kernel, explain_kernels
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, QuantizedModuleMatch
-from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight
+from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight, scale_of
 from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.experts import QuantizedExperts, SortedExperts
@@ -57,6 +57,10 @@ def replace_modules(
             module.train(replaced.training)
             if isinstance(module, QuantizedEmbedding):
                 module.padding_idx = replaced.padding_idx  # type: ignore[assignment]
+                scale = scale_of(replaced)
+                if scale is not None:
+                    module.embed_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
+                    module.replaced_class = type(replaced)
             setattr(model.get_submodule(parent), local, module)
             _stand_for(replaced, module)
     for name in match.halved:

@@ -28,6 +28,7 @@ __all__ = [
     "half_of",
     "halves_of",
     "pack_weight",
+    "scale_of",
     "target_module_of",
 ]
 
@@ -144,13 +145,24 @@ def target_module_of(name: str, module: nn.Module | None) -> TargetModule | None
     if isinstance(module, Conv1D):
         in_features, out_features = module.weight.shape
         return TargetModule(name, "conv1d", in_features, out_features, module.bias is not None)
-    if type(module) is nn.Embedding and module.max_norm is None:
+    is_table = type(module) is nn.Embedding or scale_of(module) is not None
+    if isinstance(module, nn.Embedding) and is_table and module.max_norm is None:
         return TargetModule(name, "embedding", module.embedding_dim, module.num_embeddings, False)
     parameters = module._parameters if module is not None else {}
     weight = parameters.get("weight")
     if weight is not None and weight.dim() == 2:
         return TargetModule(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
     return None
+
+
+def scale_of(module: nn.Module | None) -> float | None:
+    """Returns the factor of the rows of an embedding of Gemma, or None for other modules.
+
+    The classes with this attribute multiply in the dtype of the weight, and do nothing else (transformers
+    5.17 to 5.23).
+    """
+    scale = getattr(module, "scalar_embed_scale", None) if isinstance(module, nn.Embedding) else None
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def half_of(name: str, module: nn.Module | None, local: str) -> TargetModule | None:

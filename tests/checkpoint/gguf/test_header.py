@@ -32,7 +32,7 @@ def test_every_type_is_read_as_written(tmp_path, found):
         tmp_path / "x.gguf", {}, {"first": ("I8", (5,), raw[:5]), "a": (found.name, shape, raw[:nbytes])}
     )
     info = read_gguf_header(path).tensors["a"]
-    assert (info.dtype, info.blocks) == (found.dtype, Blocks(found.name))
+    assert (info.dtype, info.blocks) == (found.dtype, Blocks(found.name, is_layer=found.dtype == "U8"))
     assert info.shape == (shape if found.dtype != "U8" else (3, 2 * found.nbytes))
     assert stored_bytes(info) == raw[:nbytes]
     assert info.range.offset % 32 == 0

@@ -29,14 +29,11 @@ def weights(name, rows, columns, size=32):
 @pytest.mark.parametrize(
     ("weight", "is_found"),
     [
-        (info("m.weight", "U8", (4, 18), Blocks("Q4_0")), True),
+        (info("m.weight", "U8", (4, 18), Blocks("Q4_0", is_layer=True)), True),
         (info("m.weight", "U8", (4, 18)), False),
-        (info("m.weight", "U8", (2, 4, 18), Blocks("Q4_0")), False),
+        (info("m.weight", "U8", (2, 4, 18), Blocks("Q4_0", is_layer=True)), False),
         (info("m.weight", "BF16", (4, 32), Blocks("BF16")), False),
-        (info("m.weight", "BF16", (16, 32), Blocks("BF16", rows=ROPE)), True),
-        (info("m.weight", "F32", (4, 16), Blocks("F32", columns=ROPE)), True),
-        (info("m.0.weight", "F16", (4, 32), Blocks("F16"), "m.weight"), True),
-        (info("m.weight", "I32", (4, 32), Blocks("I32")), False),
+        (info("m.weight", "BF16", (16, 32), Blocks("BF16", rows=ROPE, is_layer=True)), True),
     ],
 )
 def test_layers_are_told_from_unquantized_weights(weight, is_found):
@@ -45,12 +42,12 @@ def test_layers_are_told_from_unquantized_weights(weight, is_found):
 
 def test_a_layer_with_a_scale_says_so():
     tensors = {
-        "weight": info("m.weight", "U8", (4, 36), Blocks("NVFP4")),
+        "weight": info("m.weight", "U8", (4, 36), Blocks("NVFP4", is_layer=True)),
         "scale": info("m.scale", "F32", (1,), Blocks("F32")),
         "input_scale": info("m.input_scale", "F32", (1,), Blocks("F32")),
     }
     found = detect_formats({"m": tensors}, {})["m"]
-    assert found == Gguf(Blocks("NVFP4"), (1,), (("input_scale", "F32", (1,)),))
+    assert found == Gguf(Blocks("NVFP4", is_layer=True), (1,), (("input_scale", "F32", (1,)),))
     specs = {spec.name: spec for spec in found.tensor_specs(64, 4)}
     assert [str(specs[name]) for name in ("weight", "scale", "bias")] == [
         "U8 [4, 36]",

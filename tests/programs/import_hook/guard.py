@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 import hfq
 
-for path, options in (("/nope/x", {}), ("/nope", {"gguf_file": "x.gguf"})):
+for path, options in (("/nope/x", {}), ("/nope", {"gguf_file": "x"})):
     try:
         AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig(), **options)
     except hfq.HfqError as error:

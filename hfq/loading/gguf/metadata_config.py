@@ -1,0 +1,218 @@
+"""Comparison of a config with the metadata of a GGUF file, and configs made of metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.gguf.header import GgufArray
+from hfq.checkpoint.gguf.named_model import GgufModel
+from hfq.errors import FormatError, HfqError, SetupError
+from hfq.modules.flat_buffer import read_tensor
+
+__all__ = ["build_config", "check_metadata", "check_rope_tensors", "needs_config"]
+
+_STUB = frozenset({"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"})
+"""Keys of a config.json that tells no size."""
+
+_COMPARED = {
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_norm": ("norm_topk_prob",),
+}
+"""Names in config.json of numbers that shapes do not tell, by key of the metadata."""
+
+_SCALED = {"linear": ("linear",), "yarn": ("yarn",), "longrope": ("longrope", "su")}
+"""Types of RoPE in config.json, by `rope.scaling.type`."""
+
+_DIFFERENCE = 1e-5
+"""The largest relative difference of numbers that are stored as float32."""
+
+
+def needs_config(checkpoint: Checkpoint, given: Any) -> bool:
+    """Returns True if a config must be made of the metadata of a GGUF file.
+
+    Args:
+        checkpoint: The checkpoint; its config.json may tell no more than the class of the model.
+        given: The argument `config` of `from_pretrained`.
+    """
+    return checkpoint.gguf is not None and given is None and checkpoint.config.keys() <= _STUB
+
+
+def build_config(path: Any, checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Any:
+    """Returns transformers' config of the metadata, for a GGUF file without config.json.
+
+    Args:
+        path: The folder or Hub id.
+        checkpoint: The opened checkpoint.
+        kwargs: Arguments of `from_pretrained`.
+
+    Raises:
+        FormatError: The config of this architecture is not tested, or cannot be built.
+        SetupError: The package `gguf` is not installed.
+    """
+    from transformers import AutoConfig
+
+    model, file = checkpoint.gguf, Path(next(iter(checkpoint.headers)))
+    gguf_file = file.relative_to(Path(checkpoint.root)).as_posix()
+    if model is None or not model.known.builds_config or f"{model.architecture}.expert_count" in model.keys:
+        found = "no model" if model is None else model.architecture
+        raise FormatError(
+            "This GGUF file requires a config.json next to it. Nothing was loaded.",
+            file=file,
+            expected="config.json of the original model",
+            found=f"architecture {found} without config.json",
+            fix="Download config.json of the original model into the folder of the file.",
+        )
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    options = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+    try:
+        return AutoConfig.from_pretrained(path, gguf_file=gguf_file, **options)
+    except ImportError as error:
+        raise SetupError(
+            "transformers requires the package gguf to read the config of a GGUF file. Nothing was loaded.",
+            file=file,
+            expected="config.json next to the file, or the package gguf",
+            found=str(error).splitlines()[0],
+            fix="Run pip install gguf, or download config.json of the original model into the folder.",
+        ) from error
+    except HfqError:
+        raise
+    except Exception as error:  # a parser of untrusted metadata raises many kinds
+        raise FormatError(
+            "transformers cannot make a config of the metadata of this GGUF file. Nothing was loaded.",
+            file=file,
+            expected="config.json of the original model",
+            found=f"{type(error).__name__}: {error}",
+            fix="Download config.json of the original model into the folder of the file.",
+        ) from error
+
+
+def check_metadata(config: Any, checkpoint: Checkpoint) -> None:
+    """Checks that a config does not contradict the metadata of a GGUF file.
+
+    Args:
+        config: The config of the model.
+        checkpoint: The checkpoint.
+
+    Raises:
+        FormatError: Lists every key that differs.
+    """
+    model = checkpoint.gguf
+    if model is None:
+        return
+    text = config.get_text_config(decoder=True)
+    problems = [
+        f"{key} is {stored!r}, and {name} of the config is {found!r}"
+        for key, name, stored, found in _compared(text, model)
+        if not _is_close(stored, found)
+    ]
+    problems += _rope_problems(text, model)
+    if problems:
+        raise _contradiction(checkpoint, problems)
+
+
+def check_rope_tensors(config: Any, checkpoint: Checkpoint, reader: Reader) -> None:
+    """Checks that tensors with the frequencies of RoPE repeat what the config says.
+
+    Args:
+        config: The config of the model.
+        checkpoint: The checkpoint.
+        reader: Reader of its files.
+
+    Raises:
+        FormatError: Names the tensors that differ.
+    """
+    model = checkpoint.gguf
+    text = config.get_text_config(decoder=True)
+    problems = []
+    for name, info in (model.checked if model is not None else {}).items():
+        stored = read_tensor(reader, info).to(torch.float32).flatten()
+        expected = _rope_factors(text, name)
+        if expected is None or expected.shape != stored.shape:
+            problems.append(f"{name} scales the frequencies of RoPE, and the config does not")
+        elif not torch.allclose(stored, expected, rtol=1e-4, atol=0):
+            problems.append(f"{name} scales the frequencies of RoPE by other factors than the config")
+    if problems:
+        raise _contradiction(checkpoint, problems)
+
+
+def _compared(config: Any, model: GgufModel) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yields (key, name in the config, value of the metadata, value of the config)."""
+    for key, names in _COMPARED.items():
+        stored = model.keys.get(f"{model.architecture}.{key}")
+        name = next((name for name in names if getattr(config, name, None) is not None), None)
+        if stored is None or isinstance(stored, GgufArray) or name is None or key in model.known.other_keys:
+            continue
+        yield f"{model.architecture}.{key}", name, stored, getattr(config, name)
+
+
+def _is_close(stored: Any, found: Any) -> bool:
+    if isinstance(stored, (int, float)) and isinstance(found, (int, float)):
+        return abs(stored - found) <= _DIFFERENCE * max(abs(stored), abs(found))
+    return stored == found
+
+
+def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Returns the parameters of RoPE; several if layers differ."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    return nested or [found]
+
+
+def _rope_problems(config: Any, model: GgufModel) -> list[str]:
+    prefix, parameters = f"{model.architecture}.rope", _rope_parameters(config)
+    problems = []
+    base = model.keys.get(f"{prefix}.freq_base")
+    bases = [found["rope_theta"] for found in parameters if found.get("rope_theta") is not None]
+    if base is not None and bases and not any(_is_close(base, found) for found in bases):
+        problems.append(f"{prefix}.freq_base is {base!r}, and rope_theta of the config is {bases[0]!r}")
+    kind, factor = model.keys.get(f"{prefix}.scaling.type"), model.keys.get(f"{prefix}.scaling.factor")
+    if kind in (None, "none"):
+        return problems
+    scaled = [found for found in parameters if found.get("rope_type") in _SCALED.get(str(kind), ())]
+    if not scaled:
+        types = ", ".join(sorted({str(found.get("rope_type")) for found in parameters}))
+        problems.append(f"{prefix}.scaling.type is {kind!r}, and rope_type of the config is {types}")
+    factors = [found["factor"] for found in scaled if found.get("factor") is not None]
+    if factor is not None and factors and not any(_is_close(factor, found) for found in factors):
+        problems.append(f"{prefix}.scaling.factor is {factor!r}, and factor of the config is {factors[0]!r}")
+    return problems
+
+
+def _rope_factors(config: Any, name: str) -> torch.Tensor | None:
+    """Returns the factors by which a config scales frequencies of RoPE; None for no factors."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = next((found for found in _rope_parameters(config) if found.get("rope_type")), {})
+    if name != "rope_freqs.weight":
+        factors = parameters.get("long_factor" if "long" in name else "short_factor")
+        return None if factors is None else torch.tensor(factors, dtype=torch.float32)
+    kind = parameters.get("rope_type")
+    if kind in (None, "default") or kind not in ROPE_INIT_FUNCTIONS:
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    size = 2 * scaled.numel()
+    plain = 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return plain / scaled
+
+
+def _contradiction(checkpoint: Checkpoint, problems: list[str]) -> FormatError:
+    return FormatError(
+        "The config contradicts the GGUF file. Nothing was loaded.",
+        file=next(iter(checkpoint.headers)),
+        problems=problems,
+        expected="the config of the model that the file was made from",
+        fix="Download config.json of the original model into the folder of the file.",
+    )

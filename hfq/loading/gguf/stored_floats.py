@@ -1,0 +1,94 @@
+"""Unquantized tensors of GGUF files, some of which are stored differently.
+
+The values of a few small tensors are functions of the model's: norms plus one, permuted biases. They are
+converted once, into an unnamed file in memory, which is then read as any file of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from hfq.checkpoint import Reader
+from hfq.checkpoint.temporary_file import TemporaryFile
+from hfq.formats.gguf.block_rows import positions
+from hfq.loading.state import LoadState
+from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
+from hfq.tensor_spec import ByteRange, TensorInfo
+
+__all__ = ["convert_tensors", "unquantized_state"]
+
+_ALIGNMENT = 64
+_FILE = "/dev/shm/(converted from GGUF)"
+
+
+def convert_tensors(loading: LoadState) -> None:
+    """Converts the unquantized tensors that GGUF files store differently.
+
+    Their places in the load become those of the converted values. Weights of layers stay as stored.
+
+    Args:
+        loading: A load that has matched its tensors.
+
+    Raises:
+        CheckpointError: A file cannot be read any more, or memory is full.
+    """
+    match = loading.match
+    layers = [found.infos for found in match.quantized.values()]
+    used = [*match.unquantized.values(), *(info for infos in layers for info in infos.values())]
+    stored = {info.name: info for info in used if info.blocks is not None and info.blocks.is_converted}
+    if not stored:
+        return
+    placed = _lay_out(stored)
+    last = max(info.range.offset + info.nbytes for info in placed.values())
+    file = TemporaryFile(loading.reader, _FILE, last)
+    for name, info in stored.items():
+        value = _converted(loading.reader, info).contiguous().reshape(-1).view(torch.uint8)
+        # numpy arrays have the buffer protocol
+        file.write(placed[name].range.offset, memoryview(value.numpy()))  # type: ignore[arg-type]
+    file.finish()
+    loading.checkpoint.tensors.update(placed)
+    modules = [module.infos for module in loading.quantized.values()]
+    for infos in (match.unquantized, *layers, *modules):
+        infos.update({key: placed[info.name] for key, info in infos.items() if info.name in placed})
+
+
+def unquantized_state(loading: LoadState) -> dict[str, torch.Tensor]:
+    """Returns the tensors that transformers loads, by checkpoint name, mapped from their files."""
+    visible = loading.model.state_dict().keys()
+    infos = {info.name: info for name, info in loading.match.unquantized.items() if name in visible}
+    for parts in loading.match.merged.values():
+        infos |= {part: loading.checkpoint.tensors[part] for part in parts}
+    return {name: _held(loading.reader, info) for name, info in infos.items()}
+
+
+def _held(reader: Reader, info: TensorInfo) -> torch.Tensor:
+    return map_tensor(reader, info) if is_mappable({info.name: info}) else read_tensor(reader, info)
+
+
+def _lay_out(stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Returns the places of converted tensors in their file."""
+    placed = dict[str, TensorInfo]()
+    end = 0
+    for name, info in stored.items():
+        is_computed = info.blocks is not None and info.blocks.function is not None
+        nbytes = 4 * info.numel if is_computed else info.nbytes
+        dtype = "F32" if is_computed else info.dtype
+        placed[name] = dataclasses.replace(
+            info, dtype=dtype, range=ByteRange(_FILE, end, nbytes), blocks=None
+        )
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return placed
+
+
+def _converted(reader: Reader, info: TensorInfo) -> torch.Tensor:
+    """Returns the values of the model for a stored tensor."""
+    value, blocks = read_tensor(reader, info), info.blocks
+    if blocks is not None and blocks.rows is not None:
+        value = value.index_select(0, positions(blocks.rows, value.device))
+    if blocks is not None and blocks.function == "plus one":
+        value = value.to(torch.float32) - 1
+    if blocks is not None and blocks.function == "minus exponential":
+        value = (-value.to(torch.float32)).log()
+    return value
