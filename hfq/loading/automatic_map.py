@@ -28,7 +28,15 @@ from hfq.placement.device_map import check_device, covering_device
 from hfq.placement.multi_device import plan_accelerators
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["automatic_limits", "computing_devices", "gather_units", "map_of", "places_of_tied", "plan_map"]
+__all__ = [
+    "automatic_limits",
+    "computing_devices",
+    "experts_per_token",
+    "gather_units",
+    "map_of",
+    "places_of_tied",
+    "plan_map",
+]
 
 logger = logging.get_logger("hfq")
 
@@ -55,6 +63,20 @@ def automatic_limits(max_memory: Mapping[int | str, int | str] | None) -> dict[i
     known = known or {key: limit for key, limit in limits.items() if isinstance(key, int)}
     host = {key: limit for key, limit in limits.items() if not isinstance(key, int)}
     return {index: int(nbytes * 0.9) for index, nbytes in known.items()} | host
+
+
+def experts_per_token(config: Any) -> int | None:
+    """Returns the number of experts that a token is routed to in each layer, or None if unknown."""
+    names = (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_top_k",
+        "moe_topk",
+        "moe_k",
+        "top_k",
+    )
+    return next((count for name in names if isinstance(count := getattr(config, name, None), int)), None)
 
 
 def plan_map(

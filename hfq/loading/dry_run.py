@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hfq.formats import Format
-from hfq.loading.automatic_map import map_of
+from hfq.loading.automatic_map import experts_per_token, map_of
 from hfq.loading.kv_layers import activation_sizes, kv_layers
 from hfq.loading.meta_model import load_meta_model
 from hfq.loading.model_loader import ModelLoader
@@ -205,5 +205,5 @@ def routed_share(config: Any) -> float:
     """Returns the share of a layer's experts that one token is routed to; 1 without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None)
+    chosen = experts_per_token(config)
     return min(1.0, chosen / experts) if experts and chosen else 1.0

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.configs.source_config import source_config
-from hfq.loading.automatic_map import gather_units, plan_map
+from hfq.loading.automatic_map import experts_per_token, gather_units, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context, remember_plan
@@ -302,7 +302,7 @@ class ModelLoader(LoadState):
             self.model.register_load_state_dict_pre_hook(WriteGuard(stored | self._hidden).check)
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
-                    module.prefetch = self.offloader.experts.prefetch
+                    module.onload = self.offloader.experts.within
         self._execute_on_cpu(staying)
         if self.offloader is not None or staying:
             report_device(self.model, torch.device(self.main))
@@ -328,7 +328,13 @@ class ModelLoader(LoadState):
     def _offload_options(self, experts: Sequence[QuantizedModule]) -> OffloadOptions:
         read_ahead, caches = self._read_ahead_nbytes(), self._cache_limits(experts)
         threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
-        return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, caches, read_ahead)
+        routed = (
+            experts_per_token(self.model.config.get_text_config(decoder=True))
+            or OffloadOptions.routed_experts
+        )
+        return OffloadOptions(
+            self.config.disk_io, self.config.disk_checksum, threads, caches, routed, read_ahead
+        )
 
     def _cache_limits(self, experts: Sequence[QuantizedModule]) -> dict[torch.device | None, int]:
         """Returns the bytes of the expert cache on each device."""
@@ -338,7 +344,7 @@ class ModelLoader(LoadState):
         if self.budget is not None:
             return {device: self.budget.expert_caches.get(str(device), 0) for device in devices}
         is_accelerated = any(device.type != "cpu" for device in devices)
-        return default_limits(experts, context_nbytes(self.model) if is_accelerated else 0)
+        return default_limits(devices, context_nbytes(self.model) if is_accelerated else 0)
 
     def _read_ahead_nbytes(self) -> int:
         """Returns the bytes that the offload buffer may hold beyond the next unit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_stacked
 
 __all__ = ["QuantizedExperts", "SortedExperts"]
+
+Onload = Callable[[Sequence[Sequence[QuantizedModule]], Callable[[int, int], object]], None]
 
 
 class QuantizedExperts(nn.ModuleList):
@@ -34,8 +36,9 @@ class QuantizedExperts(nn.ModuleList):
         is_interleaved: True if gate and up channels alternate, False if all gate channels come first.
 
     Attributes:
-        prefetch: Called with the routed offloaded layers, in the order of their use, before the first one
-            computes.
+        onload: Called with the offloaded layers of each routed expert, and with a function that computes with
+            the experts [first, last) of them. It calls the function for one part after the other, while their
+            weights are on the execution device. None if no layer is onloaded so.
         is_late: True if the enclosing block waits for results that are computed on the CPU (`await_outputs`),
             so that its other layers compute meanwhile.
     """
@@ -48,7 +51,7 @@ class QuantizedExperts(nn.ModuleList):
     ) -> None:
         super().__init__([nn.ModuleDict(dict(layers)) for layers in experts])
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
-        self.prefetch: Callable[[Iterable[QuantizedModule]], None] | None = None
+        self.onload: Onload | None = None
         self.is_late = False
         self._stacked = StackedExperts(
             self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
@@ -92,28 +95,60 @@ class QuantizedExperts(nn.ModuleList):
         check_not_recorded("A module of experts", "its experts compute one by one, as the host routes them")
         chosen = top_k_index.cpu()
         routed = [expert for expert in chosen.unique().tolist() if 0 <= expert < len(self)]
-        if self._is_groupable(routed, hidden_states):
-            result = self._compute_grouped(routed, hidden_states, top_k_index, top_k_weights)
-            if result is not None:
-                return result
         beside = self._start_on_cpu(routed, hidden_states, chosen)
-        if self.prefetch is not None:
-            self.prefetch(
-                layer
-                for expert in routed
-                for layer in self[expert].values()
-                if layer.is_offloaded and layer.on_cpu is None
-            )
         if beside is not None:
             return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights, stacked)
         result = torch.zeros_like(hidden_states)
-        for expert in routed:
+
+        def add(experts: Sequence[int]) -> None:
+            if not self._is_groupable(experts, hidden_states) or not self._add_grouped(
+                result, experts, hidden_states, top_k_index, top_k_weights
+            ):
+                self._add(result, experts, hidden_states, top_k_index, top_k_weights, stacked)
+
+        self._with_weights(routed, chosen, hidden_states, add)
+        return result
+
+    def _with_weights(
+        self,
+        routed: Sequence[int],
+        chosen: torch.Tensor,
+        hidden_states: torch.Tensor,
+        use: Callable[[Sequence[int]], object],
+    ) -> None:
+        """Calls `use` for all experts, in parts that are on the execution device together."""
+
+        def is_onloaded(expert: int, layer: QuantizedModule) -> bool:
+            if not layer.is_offloaded or layer.on_cpu is None:
+                return layer.is_offloaded
+            rows = int((chosen == expert).sum())
+            return not layer.on_cpu.is_chosen_for(layer, rows, hidden_states.dtype)
+
+        layers = [
+            [layer for layer in self[expert].values() if is_onloaded(expert, layer)]  # type: ignore[operator]
+            for expert in routed
+        ]
+        if self.onload is None or not any(layers):
+            use(routed)
+        else:
+            self.onload(layers, lambda first, last: use(routed[first:last]))
+
+    def _add(
+        self,
+        result: torch.Tensor,
+        experts: Sequence[int],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        stacked: tuple[Kernel, int] | None,
+    ) -> None:
+        """Adds the weighted outputs of experts, one after the other."""
+        for expert in experts:
             token, place = torch.where(top_k_index == expert)
             output = (
                 self._compute(self[expert], hidden_states[token], stacked) * top_k_weights[token, place, None]
             )
             result.index_add_(0, token, output.to(result.dtype))
-        return result
 
     def _start_on_cpu(
         self, routed: Sequence[int], hidden_states: torch.Tensor, chosen: torch.Tensor
@@ -152,11 +187,14 @@ class QuantizedExperts(nn.ModuleList):
         found = [torch.stack(torch.where(chosen == expert)) for expert in routed]
         sent = torch.cat(found, 1).pin_memory().to(hidden_states.device, non_blocking=True)
         places = dict(zip(routed, sent.split([each.shape[1] for each in found], 1), strict=True))
-        computed = {
-            expert: self._compute(self[expert], hidden_states[places[expert][0]], stacked)
-            for expert in routed
-            if expert not in beside.tokens
-        }
+        computed = dict[int, torch.Tensor]()
+
+        def compute(experts: Sequence[int]) -> None:
+            for expert in experts:
+                computed[expert] = self._compute(self[expert], hidden_states[places[expert][0]], stacked)
+
+        others = [expert for expert in routed if expert not in beside.tokens]
+        self._with_weights(others, chosen, hidden_states, compute)
 
         def join() -> torch.Tensor:
             result, outputs = torch.zeros_like(hidden_states), computed | beside.outputs()
@@ -167,66 +205,64 @@ class QuantizedExperts(nn.ModuleList):
 
         return LateTensor(hidden_states, join) if self.is_late else join()
 
-    def _is_groupable(self, routed: Sequence[int], hidden_states: torch.Tensor) -> bool:
-        """Returns True if the routed layers only multiply, and all their bytes are in memory."""
+    def _is_groupable(self, experts: Sequence[int], hidden_states: torch.Tensor) -> bool:
+        """Returns True if the layers of experts only multiply, and all their bytes are in memory."""
         if (
-            not routed
+            not experts
             or hidden_states.device.type != "cpu"
             or torch.is_autocast_enabled("cpu")
             or (torch.is_grad_enabled() and hidden_states.requires_grad)
         ):
             return False
-        layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
+        layers = [layer for expert in experts for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
         return getattr(kernel, "grouped_linear", None) is not None and all(
             is_plain(layer)
             and layer.kernel is kernel
             and layer.scheme is None
-            and layer.fetch is None
-            and not layer.is_offloaded
+            and ((layer.fetch is None and not layer.is_offloaded) or self.onload is not None)
             for layer in layers
         )
 
-    def _compute_grouped(
+    def _add_grouped(
         self,
-        routed: Sequence[int],
+        result: torch.Tensor,
+        experts: Sequence[int],
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Computes with tokens sorted by expert and one call per projection.
+    ) -> bool:
+        """Adds what `_add` adds, with tokens sorted by expert and one call per projection.
 
         Returns:
-            The result of the loop over experts, or None if the kernel declines.
+            False if the kernel declines. Then nothing was added.
         """
         chosen, order = top_k_index.flatten().sort(stable=True)
-        experts = torch.tensor(routed)
-        start, stop = (int(torch.searchsorted(chosen, bound)) for bound in (0, len(self)))
-        counts = torch.searchsorted(chosen, experts, right=True) - torch.searchsorted(chosen, experts)
-        token = order[start:stop] // top_k_index.shape[1]
+        bounds = torch.tensor(experts)
+        starts, stops = (torch.searchsorted(chosen, bounds, right=right).tolist() for right in (False, True))
+        counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        places = torch.cat([order[start:stop] for start, stop in zip(starts, stops, strict=True)])
+        token = places // top_k_index.shape[1]
 
         def multiply(local: str, activations: torch.Tensor) -> torch.Tensor | None:
-            layers = [self[expert][local] for expert in routed]  # type: ignore[index]
+            layers = [self[expert][local] for expert in experts]  # type: ignore[index]
             described = [(layer.onloaded_tensors(), layer.weight_format) for layer in layers]
-            return layers[0].kernel.grouped_linear(activations, counts.tolist(), described)
+            return layers[0].kernel.grouped_linear(activations, counts, described)
 
         rows = hidden_states[token]
         parts = []
-        for name in _first(self[routed[0]]):
+        for name in _first(self[experts[0]]):
             part = multiply(name, rows)
             if part is None:
-                return None
+                return False
             parts.append(part)
         output = multiply("down_proj", self._apply_gate(self._join(parts)))
         if output is None:
-            return None
-        weighted = output * top_k_weights.flatten()[order[start:stop], None]
-        result = torch.zeros_like(hidden_states)
-        for of_expert, part in zip(
-            token.split(counts.tolist()), weighted.to(result.dtype).split(counts.tolist()), strict=True
-        ):
+            return False
+        weighted = output * top_k_weights.flatten()[places, None]
+        for of_expert, part in zip(token.split(counts), weighted.to(result.dtype).split(counts), strict=True):
             result.index_add_(0, of_expert, part)  # one call for all experts would round differently
-        return result
+        return True
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns gate and up channels in the order that the model's gating expects."""

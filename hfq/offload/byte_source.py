@@ -37,14 +37,13 @@ class Source:
 
     `"direct"` reads bypass the page cache: memory stays bounded, and the disk reaches its full speed.
     `"buffered"` reads fill the page cache, so that a later pass finds the bytes there. `"auto"` is buffered
-    if
-    all offloaded bytes fit into half of the memory that is available when a pass begins, and direct
+    if all offloaded bytes fit into half of the memory that is available when a pass begins, and direct
     otherwise.
 
     Args:
         reader: The checkpoint's reader.
         asked: `"auto"`, `"direct"`, or `"buffered"`.
-        nbytes: The bytes that a pass reads.
+        nbytes: The bytes of all offloaded weights.
         verify: Reads that are compared with the CRC-32 of `record`: `"off"`, `"first"` (the first read of
             each
             chunk), or `"always"`.

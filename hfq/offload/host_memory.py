@@ -21,20 +21,26 @@ _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 _TOUCHES = ContextVar("touches", default=True)
 
 
-def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
+def huge_buffer(nbytes: int, is_touched: bool = False, is_exact: bool = False) -> torch.Tensor:
     """Returns a zeroed uint8 tensor [nbytes] at a multiple of 2 MiB.
 
     Memory is allocated when it is first written, or here if `is_touched`. A read into memory that is not yet
     allocated is slower than a later one.
+
+    Args:
+        nbytes: The size.
+        is_touched: True to allocate all memory here.
+        is_exact: True to have small pages at the end, so that no memory beyond `nbytes` is allocated.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(memory, "madvise"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages rejects the advice
-            memory.madvise(_MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    advised = nbytes // HUGE_PAGE * HUGE_PAGE if is_exact else size
+    if advised and hasattr(memory, "madvise"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages rejects the advice
+            memory.madvise(_MADV_HUGEPAGE, start, advised)
     with torch.inference_mode(False):  # so that it is writable in every mode
         buffer = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
         return buffer.zero_() if is_touched else buffer

@@ -17,11 +17,19 @@ from hfq.offload.host_memory import huge_buffer, touches_buffers
 from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.recorder import Recorder
-from hfq.offload.unit_layout import PAGE, Run, UnitLayout
+from hfq.offload.unit_layout import PAGE, UnitLayout
 from hfq.placement.budget import buffer_nbytes
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["AcceleratorBuffers", "HostBuffers", "OffloadBuffers"]
+__all__ = [
+    "AcceleratorBuffers",
+    "HostBuffers",
+    "Move",
+    "OffloadBuffers",
+    "chunks_with_copies",
+    "fill_on_host",
+    "memory_of",
+]
 
 Move = tuple[int, int, int]
 """A copy of (offset in staging memory, offset in the buffer, bytes)."""
@@ -149,7 +157,7 @@ class OffloadBuffers(ABC):
 
     def record(self) -> None:
         """Takes the checksum of every chunk of every unit."""
-        scratch = _memory(huge_buffer(CHUNK_NBYTES))
+        scratch = memory_of(huge_buffer(CHUNK_NBYTES))
         for unit in self.units:
             self.source.record(
                 [wanted for run in self.layouts[unit].runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch
@@ -208,14 +216,7 @@ class HostBuffers(OffloadBuffers):
         """Does nothing: no other thread has written to the buffer."""
 
     def _fill(self, unit: int, buffer: torch.Tensor) -> Ticket:
-        layout, memory = self.layouts[unit], _memory(buffer)
-
-        def align() -> None:
-            for source, target, nbytes in layout.copies:
-                buffer[target : target + nbytes] = buffer[source : source + nbytes]
-
-        jobs = [_reading(self.source, run, memory) for run in layout.runs]
-        return Ticket([job for jobs_of_run in jobs for job in jobs_of_run], align)
+        return fill_on_host(self.source, self.layouts[unit], buffer)
 
 
 class AcceleratorBuffers(OffloadBuffers):
@@ -251,7 +252,7 @@ class AcceleratorBuffers(OffloadBuffers):
         self._host = BufferAllocator(buffer_nbytes(read, read_ahead_nbytes))
         self._staging = copy_stream.staging(self._host.nbytes)
         self._pinned = {unit: [] if pinned is None else pinned.copies(layouts[unit]) for unit in units}
-        self._chunks = {unit: _chunks_with_copies(layouts[unit]) for unit in units}
+        self._chunks = {unit: chunks_with_copies(layouts[unit]) for unit in units}
         self._copied: dict[int, object] = {}
         self._copying: list[tuple[int, int, object]] = []
         """Bytes [start, stop) of the staging memory that units left, and a mark of their last copy.
@@ -312,7 +313,7 @@ class AcceleratorBuffers(OffloadBuffers):
         if not self.layouts[unit].runs:
             return Ticket([], finish)
         staging, copied = self._staging_for(unit)
-        memory = _memory(staging)
+        memory = memory_of(staging)
         jobs = [
             self._moving(unit, chunk, offset, moves, staging, memory, buffer, copied)
             for chunk, offset, moves in self._chunks[unit]
@@ -371,7 +372,7 @@ class AcceleratorBuffers(OffloadBuffers):
         return self._host.find(unit, self.layouts[unit].read_nbytes, reading)
 
 
-def _chunks_with_copies(layout: UnitLayout) -> list[tuple[ByteRange, int, list[Move]]]:
+def chunks_with_copies(layout: UnitLayout) -> list[tuple[ByteRange, int, list[Move]]]:
     """Returns each chunk of a unit, its offset in staging memory, and the copies of its bytes."""
     found = []
     for run in layout.runs:
@@ -385,12 +386,21 @@ def _chunks_with_copies(layout: UnitLayout) -> list[tuple[ByteRange, int, list[M
     return found
 
 
-def _memory(buffer: torch.Tensor) -> memoryview:
+def memory_of(buffer: torch.Tensor) -> memoryview:
+    """Returns the bytes of a buffer on the host."""
     return memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
 
 
-def _reading(source: Source, run: Run, memory: memoryview) -> list[Callable[[], None]]:
+def fill_on_host(source: Source, layout: UnitLayout, buffer: torch.Tensor) -> Ticket:
+    """Returns the reads that fill a buffer on the host: uint8 [the layout's nbytes]."""
+    memory = memory_of(buffer)
+
+    def align() -> None:
+        for start, target, nbytes in layout.copies:
+            buffer[target : target + nbytes] = buffer[start : start + nbytes]
+
     def job(wanted: ByteRange, offset: int) -> Callable[[], None]:
         return lambda: source.read(wanted, memory[offset : offset + -(-wanted.nbytes // PAGE) * PAGE])
 
-    return [job(wanted, offset) for wanted, offset in run.chunks(CHUNK_NBYTES)]
+    chunks = (chunk for run in layout.runs for chunk in run.chunks(CHUNK_NBYTES))
+    return Ticket([job(*chunk) for chunk in chunks], align)

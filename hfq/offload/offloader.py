@@ -28,7 +28,14 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
-from hfq.offload.expert_cache import ExpertCache
+from hfq.offload.expert_cache import ExpertCache, count_places
+from hfq.offload.expert_reader import (
+    AcceleratorExperts,
+    Expert,
+    ExpertMemory,
+    HostExperts,
+    gather_experts,
+)
 from hfq.offload.guards import check_inputs, check_moves, in_unit, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
@@ -61,7 +68,9 @@ class OffloadOptions:
         mode: `"direct"`, `"buffered"`, or `"auto"`: see `Source`.
         verify: Reads that are checked: see `Source`.
         threads: Number of reader threads.
-        expert_caches: The most bytes of routed experts that are kept on each device.
+        expert_caches: The bytes of routed experts that are kept on each device.
+        routed_experts: The number of experts that a token is routed to. They have memory also where the cache
+            is smaller, so that they are read together.
         read_ahead_nbytes: The most bytes read ahead beyond the next unit, if units are small.
     """
 
@@ -69,6 +78,7 @@ class OffloadOptions:
     verify: str = "off"
     threads: int = 8
     expert_caches: Mapping[torch.device | None, int] = field(default_factory=dict)
+    routed_experts: int = 2
     read_ahead_nbytes: int = READ_AHEAD_NBYTES
 
 
@@ -113,19 +123,21 @@ class Offloader:
         self._reader, self._pinned = reader, pinned
         self.device = torch.device(device)
         self.options = options
+        for module in on_demand:
+            module.onload_to(module.onload_device or self.device)
         self.units = tuple(unit for unit in units if not is_table(unit))
         self.layouts = [self._lay_out(unit) for unit in self.units]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in self.layouts)
-        names = sorted({run.source.file for layout in self.layouts for run in layout.runs})
-        self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
+        experts = gather_experts(on_demand, pinned)
+        layouts = [*self.layouts, *(expert.layout for expert in experts)]
+        names = sorted({run.source.file for layout in layouts for run in layout.runs})
+        nbytes = sum(layout.needed_nbytes for layout in layouts)
+        self.source = Source(reader, options.mode, nbytes, options.verify, names)
         on_disk = [info for module in on_demand if is_on_disk(module) for info in module.infos.values()]
         on_disk += [info for unit in units for info in unit.infos if pinned is None or info not in pinned]
         self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)
-        used = {unit.device for unit in units}
-        for module in on_demand:
-            module.onload_to(module.onload_device or self.device)
-            used.add(module.compute_device)
+        used = {unit.device for unit in units} | {expert.device for expert in experts}
         self._copy_streams = {device: copy_stream_to(device) for device in used}
         self.buffers = {device: self._make_buffers(device) for device in {unit.device for unit in self.units}}
         self._bindings = [
@@ -139,7 +151,7 @@ class Offloader:
         self.buffer_overflows = 0
         self.passes = 0
         self.recorder: Recorder | None = None
-        self.experts = ExpertCache(self._read, self.pool, options.expert_caches)
+        self.experts = self._make_cache(experts)
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _offloaders.add(self)
         self._record()
@@ -201,6 +213,19 @@ class Offloader:
         return AcceleratorBuffers(
             self.layouts, own, self.source, self.pool, copy_stream, self._pinned, read_ahead
         )
+
+    def _make_cache(self, experts: Sequence[Expert]) -> ExpertCache:
+        memories: dict[torch.device, ExpertMemory] = {}
+        for device in {expert.device for expert in experts}:
+            own = [expert for expert in experts if expert.device == device]
+            limit = self.options.expert_caches.get(device, 0)
+            count = count_places(limit, own, self.options.routed_experts)
+            stream = self._copy_streams[device]
+            if device.type == "cpu":
+                memories[device] = HostExperts(own, count, self.source, stream)
+            else:
+                memories[device] = AcceleratorExperts(own, count, self.source, stream, self._pinned)
+        return ExpertCache(experts, memories, self.pool, lambda module: self._read(module).use())
 
     def _buffers_of(self, index: int) -> OffloadBuffers:
         return self.buffers[self.units[index].device]

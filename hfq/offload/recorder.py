@@ -15,6 +15,7 @@ from hfq.offload.byte_source import CHUNK_NBYTES
 from hfq.offload.clock import Clock
 from hfq.offload.copy_stream import clock_of
 from hfq.offload.spans import Span
+from hfq.offload.unit_layout import UnitLayout
 from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Recorder:
         device: The device of the model's inputs.
         units: The names of the units, in the order of their numbers.
         devices: The execution device of each unit; empty for `device`.
-        chunks: The unit of each chunk of a file.
+        chunks: The unit, or the name of the routed expert, of each chunk of a file.
         clocks: Clocks of some devices.
     """
 
@@ -41,7 +42,7 @@ class Recorder:
         device: torch.device,
         units: Sequence[str] = (),
         devices: Sequence[torch.device] = (),
-        chunks: Mapping[ByteRange, int] | None = None,
+        chunks: Mapping[ByteRange, int | str] | None = None,
         clocks: Mapping[torch.device, Clock] | None = None,
     ) -> None:
         self._device = device
@@ -136,8 +137,8 @@ def recording(offloader: Offloader) -> Iterator[Recorder]:
             fix="End the first recording before the next one.",
         )
     chunks = {
-        wanted: index
-        for index, layout in enumerate(offloader.layouts)
+        wanted: unit
+        for unit, layout in _layouts(offloader)
         for run in layout.runs
         for wanted, _ in run.chunks(CHUNK_NBYTES)
     }
@@ -158,3 +159,10 @@ def recording(offloader: Offloader) -> Iterator[Recorder]:
         offloader.recorder = offloader.source.on_read = None
         for buffers in offloader.buffers.values():
             buffers.recorder = None
+
+
+def _layouts(offloader: Offloader) -> Iterator[tuple[int | str, UnitLayout]]:
+    """Yields the number of each unit and the name of each routed expert, with their reads."""
+    yield from enumerate(offloader.layouts)
+    for expert in offloader.experts.experts:
+        yield expert.name, expert.layout

@@ -66,7 +66,7 @@ class Source:
         self.decoder_layers = find_units(self.model, recipe)
         for module in self.model.modules():
             if isinstance(module, QuantizedExperts):
-                module.prefetch = None  # its weights are read with their decoder layer
+                module.onload = None  # its weights are read with their decoder layer
         self._match = loader_of(self.model).match
         self._quantized = loader_of(self.model).quantized
 

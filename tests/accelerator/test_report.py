@@ -61,15 +61,20 @@ def test_the_bytes_of_experts_are_counted_on_their_device(sim, tmp_path):
     device_map = {"": "sim:0", LAYERS[1]: "sim:1", "model.norm": "sim:1", "lm_head": "sim:1"}
     device_map |= {f"{LAYERS[0]}.mlp.experts": "disk", f"{LAYERS[1]}.mlp.experts": "cpu"}
     model = load(path, device_map, expert_cache_size=1 << 20)
+    cache = model.hf_quantizer.loading.offloader.experts
+    assert cache.nbytes == 0
+    nbytes = cache.nbytes_by_device()
+    assert 0 < nbytes["sim:0"] <= 1 << 20
+    assert 0 < nbytes["sim:1"] <= 1 << 20
     before, reported = held(sim), device_nbytes(model)
+    del cache, model
+    without = held(sim)
+    assert all(before[device] - without[device] >= reported[device] for device in nbytes)
+    model = load(path, device_map, expert_cache_size=1 << 20)
     with torch.no_grad():
         model(TOKENS.to("sim:0"))
-    for device in ("sim:0", "sim:1"):
-        grown = device_nbytes(model)[device] - reported[device]
-        assert 0 < grown <= held(sim)[device] - before[device]
-    assert hfq.report(model).offload.expert_nbytes == sum(
-        model.hf_quantizer.loading.offloader.experts.nbytes_by_device().values()
-    )
+    report = hfq.report(model).offload
+    assert 0 < report.expert_nbytes <= report.expert_cache_nbytes == sum(nbytes.values())
 
 
 def test_a_report_names_the_buffers_of_each_device(sim):

@@ -103,12 +103,17 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
     model = load(path, {"": "disk"})
     loading, experts = model.hf_quantizer.loading, model.hf_quantizer.loading.offloader.experts
     read = []
-    bring, experts._read = experts._read, lambda module: (read.append(module.name), bring(module))[1]
+    for places in experts._places.values():
+        fill = places.memory.fill
+        places.memory.fill = lambda number, expert, fill=fill: (
+            read.append(expert.name),
+            fill(number, expert),
+        )[1]
     found = logits(model, token)
-    layers = {name for name in loading.quantized if expert_of(f"{name}.weight") is not None}
-    wanted = {name for name in layers if expert_of(f"{name}.weight") in routed}
+    names = {expert.name for expert in experts.experts}
+    wanted = {name for name in names if expert_of(f"{name}.up_proj.weight") in routed}
     assert len(routed) in (moe_models.CHOSEN, moe_models.CHOSEN * LAYERS)
-    assert wanted < layers
+    assert wanted < names
     assert sorted(read) == sorted(wanted)
     assert not any(
         expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.quantized

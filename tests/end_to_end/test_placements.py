@@ -6,6 +6,7 @@ They cover generation, gradients, threads, forks, and the reads of a load.
 import copy
 import os
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfq import HfqConfig, PlacementError, pretrained_config
 from hfq.modules.linear import QuantizedLinear
+from hfq.offload.byte_source import CHUNK_NBYTES
 from tests.support import moe_models, programs, tiny_models
 from tests.support.models import GPTQ, load
 
@@ -139,31 +141,38 @@ def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
     inputs = {"input_ids": moe_models.IDS}
     expected = forward(load(path, quantize_activations=False), inputs)
     model = load(path, {"": "disk"}, quantize_activations=False, expert_cache_size=budget, disk_io="buffered")
-    offloader, used = model.hf_quantizer.loading.offloader, []
+    offloader, used, read = model.hf_quantizer.loading.offloader, set(), []
+    cache = offloader.experts
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and ".experts." in name:
-            module.register_forward_pre_hook(lambda module, _: used.append(module))
+            module.register_forward_pre_hook(lambda module, _: used.add(module.name.rpartition(".")[0]))
+    (places,) = cache._places.values()
+    size, count = places.memory.place_nbytes, places.memory.count
+    assert cache.budget == size * count
+    if budget is not None:
+        assert count == max(budget // size, moe_models.CHOSEN)
+    chunks = {
+        chunk: expert.name
+        for expert in cache.experts
+        for run in expert.layout.runs
+        for chunk, _ in run.chunks(CHUNK_NBYTES)
+    }
+    offloader.source.on_read = lambda chunk, *_: chunk in chunks and read.append(chunk)
     for _ in range(3):
-        before, read, misses, hits = (
-            quiet(model),
-            offloader.source.nbytes_read,
-            offloader.experts.misses,
-            offloader.experts.hits,
-        )
+        hits, misses = cache.hits, cache.misses
         used.clear()
+        read.clear()
         assert torch.equal(forward(model, inputs), expected)
-        assert offloader.experts.nbytes <= offloader.experts.budget
-        hits, misses = offloader.experts.hits - hits, offloader.experts.misses - misses
+        quiet(model)
+        hits, misses = cache.hits - hits, cache.misses - misses
         assert hits + misses == len(used)
-        table = model.hf_quantizer.loading.checkpoint.tensors["model.embed_tokens.weight"]
-        rows = moe_models.IDS.unique().numel() * table.nbytes // table.shape[0]
-        experts = quiet(model) - before - (offloader.source.nbytes_read - read) - rows
-        sizes = [sum(info.nbytes for info in module.infos.values()) for module in used]
-        if budget in (0, 1):
-            assert (hits, experts) == (0, sum(sizes))
-        assert experts <= sum(sizes)
+        assert cache.nbytes <= cache.budget
+        requests = Counter(chunks.values())
+        assert sum(1 / requests[chunks[chunk]] for chunk in read) == misses  # each one is read once, whole
     if budget is None:
-        assert (misses, experts) == (0, 0)
+        assert (hits, misses) == (len(used), 0)
+    else:
+        assert misses > 0
 
 
 def test_the_plan_counts_every_byte_of_the_checkpoint(path):

@@ -225,27 +225,49 @@ def test_each_projection_of_each_expert_is_a_module_by_its_name(pair):
     assert names == {f"{expert}.{local}" for expert in range(EXPERTS) for local in per_expert}
 
 
-def test_the_routed_layers_that_rest_elsewhere_are_announced_before_the_first_of_them_computes(pair, inputs):
+def onload_in_parts(experts, size: int, offloaded) -> list:
+    """Makes layers need `onload`, which gives them their tensors in parts of some experts; returns the calls.
+
+    Args:
+        experts: The experts.
+        size: Number of experts of a part.
+        offloaded: The numbers of the experts that are offloaded.
+    """
+    calls, here = [], set()
+
+    def fetch(layer):
+        assert layer in here, "its weights are not on the execution device"
+        return layer.stored_tensors()
+
+    def onload(routed, use):
+        calls.append(routed)
+        for first in range(0, len(routed), size):
+            here.update(layer for layers in routed[first : first + size] for layer in layers)
+            use(first, min(first + size, len(routed)))
+            here.clear()
+
+    experts.onload = onload
+    for number in offloaded:
+        for layer in experts[number].values():
+            layer.is_offloaded, layer.fetch = True, lambda layer=layer: fetch(layer)
+    return calls
+
+
+@pytest.mark.parametrize("size", [1, 2, EXPERTS])
+def test_offloaded_experts_compute_in_parts_and_give_the_same_bits(pair, inputs, size):
     _, experts = pair
-    expected, events = experts(*inputs), []
-    experts.prefetch = lambda layers: events.append(list(layers))
-    for number, layers in enumerate(experts):
-        for layer in layers.values():
-            layer.is_offloaded, layer.fetch = number != 1, layer.stored_tensors
-            layer.register_forward_pre_hook(lambda layer, _: events.append(layer))
+    expected = experts(*inputs)
+    calls = onload_in_parts(experts, size, [number for number in range(EXPERTS) if number != 1])
     assert torch.equal(experts(*inputs), expected)
     routed = sorted(set(inputs[1].flatten().tolist()))
-    assert events[0] == [layer for number in routed if number != 1 for layer in experts[number].values()]
-    used = [layer for layer in events[1:] if layer.is_offloaded]
-    assert used == events[0]
+    assert calls == [[[*experts[number].values()] if number != 1 else [] for number in routed]]
 
 
-def test_nothing_is_announced_where_no_token_is_routed(pair):
+def test_nothing_is_onloaded_where_no_token_is_routed(pair):
     _, experts = pair
-    announced = []
-    experts.prefetch = lambda layers: announced.extend(layers)
+    calls = onload_in_parts(experts, 1, range(EXPERTS))
     experts(torch.empty(0, HIDDEN), torch.empty(0, CHOSEN, dtype=torch.int64), torch.empty(0, CHOSEN))
-    assert announced == []
+    assert calls == []
 
 
 @pytest.fixture
@@ -281,6 +303,20 @@ def test_experts_that_are_multiplied_in_one_call_equal_the_loop_bit_for_bit(grou
     asked.clear()
     assert torch.equal(experts(hidden.to(dtype), chosen, weights.to(dtype)), found)
     assert not asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, EXPERTS])
+def test_fetched_experts_are_multiplied_together_and_give_the_same_bits(grouped, inputs, size, dtype):
+    experts, asked = grouped
+    hidden, chosen, weights = inputs[0].to(dtype), inputs[1], inputs[2].to(dtype)
+    expected = experts(hidden, chosen, weights)
+    (whole,) = {tuple(counts) for counts in asked}
+    asked.clear()
+    onload_in_parts(experts, size, range(EXPERTS))
+    assert torch.equal(experts(hidden, chosen, weights), expected)
+    parts = [[*whole[first : first + size]] for first in range(0, len(whole), size)]
+    assert asked == [counts for counts in parts for _ in experts[0]]
 
 
 def test_one_token_that_chooses_many_experts_is_added_up_as_in_the_loop(native):

@@ -15,6 +15,8 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.flat_buffer import map_tensors, read_tensor
 from hfq.modules.linear import QuantizedLinear
+from hfq.offload.expert_cache import ExpertCache, _Places
+from hfq.offload.expert_reader import gather_experts, place_nbytes
 from hfq.offload.offload_buffers import OffloadBuffers
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.unit import OffloadUnit, UnquantizedParameter
@@ -99,6 +101,68 @@ class Stack:
             if ticket is not None:
                 ticket.wait()
         return self.reader.counters.bytes_read
+
+
+@dataclass
+class Experts:
+    """Experts on disk of two quantized layers each.
+
+    Attributes:
+        layers: The layers of each expert.
+        expected: The stored tensors of each layer.
+        reader: Reads their file.
+        offloader: Onloads them.
+    """
+
+    layers: list[list[QuantizedLinear]]
+    expected: dict[QuantizedLinear, dict[str, torch.Tensor]]
+    reader: Reader
+    offloader: Offloader
+
+    @property
+    def cache(self) -> ExpertCache:
+        return self.offloader.experts
+
+    def places(self) -> _Places:
+        """Returns the places of the host."""
+        (found,) = self.cache._places.values()
+        return found
+
+    def kept(self) -> list[int]:
+        """Returns the experts that have a place, the least recently used first."""
+        held = [place.contents.expert for place in self.places()._order if place.contents is not None]
+        return [self.cache.experts.index(expert) for expert in held]
+
+    def use(self, *numbers: int, during=lambda numbers: None) -> list[list[int]]:
+        """Onloads experts, and checks every byte of them; returns the parts in which they came.
+
+        Args:
+            numbers: The experts.
+            during: Called with the experts of each part.
+        """
+        parts = []
+
+        def compute(first: int, last: int) -> None:
+            parts.append([*numbers[first:last]])
+            self.check(*parts[-1])
+            during(parts[-1])
+            self.check(*parts[-1])
+
+        self.cache.within([self.layers[number] for number in numbers], compute)
+        return parts
+
+    def check(self, *numbers: int) -> None:
+        """Checks every byte of the tensors that this thread is given."""
+        for layer in (layer for number in numbers for layer in self.layers[number]):
+            found = layer.onloaded_tensors()
+            assert found.keys() == self.expected[layer].keys()
+            for name, expected in self.expected[layer].items():
+                assert torch.equal(found[name].view(torch.uint8), expected.view(torch.uint8)), layer.name
+
+    def are_free(self) -> bool:
+        """Returns True if no call uses a place, and this thread is given no tensors."""
+        is_left = any(place.holders() for place in self.places()._order)
+        return not is_left and self.cache._onloaded() is None
 
 
 def stored(tensor: torch.Tensor):
@@ -189,5 +253,37 @@ def build(folder):
         offloader = Offloader(units, reader, device, options=options, root=model) if offload else None
         reader.counters.bytes_read = 0
         return Stack(model, reader, offloader, sizes, quantized)
+
+    return build
+
+
+@pytest.fixture
+def build_experts(folder):
+    """build_experts(places=3, routed=2, options=…) → eight experts on disk, and a cache of so many places."""
+
+    def build(places: int = 3, routed: int = 2, mode: str = "buffered", threads: int = 2) -> Experts:
+        checkpoint = Checkpoint.open(folder)
+        reader, layers, expected = Reader(checkpoint), [], {}
+        for index in range(MOST_LAYERS):
+            layers.append([])
+            for local, weight_format in FORMATS.items():
+                prefix = f"{index}.{local}."
+                infos = {
+                    n.removeprefix(prefix): i for n, i in checkpoint.tensors.items() if n.startswith(prefix)
+                }
+                kernel = choose_kernel("reference")
+                layers[-1].append(QuantizedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, kernel))
+                expected[layers[-1][-1]] = {
+                    name: tensor.clone() for name, tensor in map_tensors(reader, infos).items()
+                }
+        on_demand = [layer for own in layers for layer in own]
+        for layer in on_demand:
+            layer.onload_to(torch.device("cpu"))
+        limit = places * place_nbytes(gather_experts(on_demand))
+        options = OffloadOptions(
+            mode, threads=threads, expert_caches={torch.device("cpu"): limit}, routed_experts=routed
+        )
+        reader.counters.bytes_read = 0
+        return Experts(layers, expected, reader, Offloader([], reader, "cpu", on_demand, options))
 
     return build

@@ -117,3 +117,14 @@ def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
         assert sum(sizes) >= buffers.layouts[unit].needed_nbytes
         computed = next(span for span in spans if span.track == "compute" and span.name == str(unit))
         assert max(span.end for span in copies if span.name == str(unit)) <= computed.end
+
+
+def test_reads_of_routed_experts_have_their_names(build_experts):
+    experts = build_experts(places=4)
+    with recording(experts.offloader) as recorder:
+        experts.use(1, 3)
+        experts.use(3, 1)
+    spans = [span for span in recorder.spans() if span.track == "read"]
+    assert sorted(span.name for span in spans) == ["1", "3"]
+    sizes = {each.name: each.layout.runs[0] for each in experts.cache.experts}
+    assert all(span.nbytes == sizes[span.name].lead + sizes[span.name].source.nbytes for span in spans)

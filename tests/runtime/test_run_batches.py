@@ -401,7 +401,7 @@ def test_mixtures_of_experts(tmp_path, budget):
     experts = model.hf_quantizer.loading.offloader.experts
     assert experts.nbytes <= experts.budget
     assert experts.misses > 0
-    assert (experts.hits > 0) == (budget != 0)
+    assert budget == 0 or experts.hits > 0
 
 
 def test_an_encoder_and_a_decoder(tmp_path):

@@ -1,0 +1,273 @@
+"""Memory of routed experts on one device, in equal places, and the reads that fill them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfq.errors import PlacementError
+from hfq.kernels.layer_tensors import LayerTensors
+from hfq.modules.flat_buffer import FlatBuffer, flat_layout
+from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.byte_source import Source
+from hfq.offload.copy_stream import CopyStream
+from hfq.offload.host_memory import huge_buffer
+from hfq.offload.offload_buffers import Move, chunks_with_copies, fill_on_host, memory_of
+from hfq.offload.pinned_weights import PinnedWeights
+from hfq.offload.reader_threads import Ticket
+from hfq.offload.unit import is_on_disk
+from hfq.offload.unit_layout import PAGE, UnitLayout, lay_out, lay_out_on_device
+from hfq.tensor_spec import ByteRange, Segment
+
+__all__ = ["AcceleratorExperts", "Contents", "Expert", "ExpertMemory", "HostExperts", "gather_experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """The offloaded layers of one expert, which are read together.
+
+    Attributes:
+        name: The name of the expert in the model.
+        modules: Its layers.
+        device: The execution device.
+        layout: The reads, and the offset of each tensor in a place.
+        mapped: The layers in CPU memory that is not pinned, on an accelerator alone.
+    """
+
+    name: str
+    modules: tuple[QuantizedModule, ...]
+    device: torch.device
+    layout: UnitLayout
+    mapped: tuple[QuantizedModule, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the stored tensors."""
+        return sum(info.nbytes for module in self.modules for info in module.infos.values())
+
+    def tensors(self, buffer: torch.Tensor) -> dict[QuantizedModule, LayerTensors]:
+        """Returns views of a place that holds the expert."""
+        return {module: LayerTensors(self._of_module(module, buffer).tensors()) for module in self.modules}
+
+    def _of_module(self, module: QuantizedModule, buffer: torch.Tensor) -> FlatBuffer:
+        segments = {
+            local: Segment(self.layout.places[info], info.nbytes, info.dtype, info.shape)
+            for local, info in module.infos.items()
+        }
+        return FlatBuffer(buffer, segments)
+
+
+def gather_experts(modules: Iterable[QuantizedModule], pinned: PinnedWeights | None = None) -> list[Expert]:
+    """Returns the experts of offloaded layers, whose names begin with that of their expert.
+
+    Args:
+        modules: The layers.
+        pinned: The weights in pinned memory; None if there are none.
+    """
+    layers: dict[tuple[str, torch.device], list[QuantizedModule]] = {}
+    for module in modules:
+        key = module.name.rpartition(".")[0], module.compute_device
+        layers.setdefault(key, []).append(module)
+    return [_expert(name, place, own, pinned) for (name, place), own in layers.items()]
+
+
+def _expert(
+    name: str, device: torch.device, modules: Sequence[QuantizedModule], pinned: PinnedWeights | None
+) -> Expert:
+    infos = [info for module in modules for info in module.infos.values()]
+    if device.type == "cpu":
+        return Expert(name, tuple(modules), device, lay_out(infos))
+    held = pinned.in_order(infos) if pinned is not None else []
+    mapped = [
+        module
+        for module in modules
+        if not is_on_disk(module) and not all(info in held for info in module.infos.values())
+    ]
+    held += [info for module in mapped for info in module.infos.values() if info not in held]
+    return Expert(name, tuple(modules), device, lay_out_on_device(infos, held), tuple(mapped))
+
+
+class Contents:
+    """An expert in a place, whose read may still run.
+
+    Args:
+        expert: The expert.
+        buffer: The memory of the place: uint8.
+
+    Attributes:
+        expert: As above.
+        buffer: As above.
+        ticket: The read.
+        copied: The point after the copies to an accelerator.
+    """
+
+    def __init__(self, expert: Expert, buffer: torch.Tensor) -> None:
+        self.expert, self.buffer = expert, buffer
+        self.ticket = Ticket([])
+        self.copied: Any = None
+        self._tensors: Mapping[QuantizedModule, LayerTensors] | None = None
+
+    def tensors(self) -> Mapping[QuantizedModule, LayerTensors]:
+        """Returns the tensors of each layer. They are the same objects each time."""
+        if self._tensors is None:
+            with torch.inference_mode(False):
+                self._tensors = self.expert.tensors(self.buffer)
+        return self._tensors
+
+
+class ExpertMemory(ABC):
+    """One block of memory in equal places, each as large as the largest expert.
+
+    Args:
+        experts: The experts of the device.
+        count: The number of places.
+        source: Reads the checkpoint.
+        copy_stream: Copies to the device.
+
+    Attributes:
+        count: As above.
+        place_nbytes: The bytes of a place, a multiple of 4096.
+        memory: All places: uint8 [count * place_nbytes].
+    """
+
+    def __init__(
+        self, experts: Sequence[Expert], count: int, source: Source, copy_stream: CopyStream
+    ) -> None:
+        self.place_nbytes, self.count = place_nbytes(experts), count
+        self._source, self._copy_stream = source, copy_stream
+        self.memory = self._make(count * self.place_nbytes)
+
+    def fill(self, number: int, expert: Expert) -> Contents:
+        """Returns the contents of a place and their read, which the caller submits."""
+        start = number * self.place_nbytes
+        contents = Contents(expert, self.memory[start : start + expert.layout.nbytes])
+        contents.ticket = self._read(contents)
+        return contents
+
+    def use(self, contents: Contents) -> Mapping[QuantizedModule, LayerTensors]:
+        """Waits for the read of an expert, and returns its tensors for this thread.
+
+        Raises:
+            CheckpointError: It could not be read.
+        """
+        contents.ticket.wait()
+        self._copy_stream.compute_after(contents.copied)
+        return contents.tensors()
+
+    def has_failed(self, contents: Contents) -> bool:
+        """Returns True if the read or a copy of an expert is known to have failed."""
+        ticket = contents.ticket
+        if ticket.error is not None or ticket.is_cancelled:
+            return True
+        return ticket.is_done() and self._copy_stream.has_failed(contents.copied)
+
+    def mark_use(self, marks: Sequence[Any]) -> list[Any]:
+        """Returns those marks that are not past, and one after all computation of this thread."""
+        self._copy_stream.record_compute(self.memory)
+        return self._pending([*marks, self._copy_stream.mark_compute()])
+
+    def free_after(self, marks: Sequence[Any]) -> None:
+        """Makes later copies wait for marks of the computation."""
+        for mark in self._pending(marks):
+            self._copy_stream.copy_after(mark)
+
+    def _pending(self, marks: Sequence[Any]) -> list[Any]:
+        return [mark for mark in marks if not self._copy_stream.is_past(mark)]
+
+    @abstractmethod
+    def _make(self, nbytes: int) -> torch.Tensor:
+        """Allocates the memory."""
+
+    @abstractmethod
+    def _read(self, contents: Contents) -> Ticket:
+        """Returns the read of an expert."""
+
+
+def place_nbytes(experts: Iterable[Expert]) -> int:
+    """Returns the bytes of a place that holds any of these experts."""
+    return max((expert.layout.nbytes for expert in experts), default=0)
+
+
+class HostExperts(ExpertMemory):
+    """Memory of experts that compute on the host. Places that were never used take no memory."""
+
+    def _make(self, nbytes: int) -> torch.Tensor:
+        return huge_buffer(nbytes, is_exact=True)
+
+    def _read(self, contents: Contents) -> Ticket:
+        return fill_on_host(self._source, contents.expert.layout, contents.buffer)
+
+
+class AcceleratorExperts(ExpertMemory):
+    """Memory of experts on an accelerator, to which they are copied from pinned host memory.
+
+    What is on disk is read to pinned memory, and each chunk is copied as soon as it is read.
+
+    Args:
+        experts: The experts of the device.
+        count: The number of places.
+        source: Reads the checkpoint.
+        copy_stream: Copies to the device.
+        pinned: The weights that are stored in pinned memory; None if there are none.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[Expert],
+        count: int,
+        source: Source,
+        copy_stream: CopyStream,
+        pinned: PinnedWeights | None = None,
+    ) -> None:
+        super().__init__(experts, count, source, copy_stream)
+        self._pinned = pinned
+
+    def _make(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self._copy_stream.empty(nbytes)
+        except torch.OutOfMemoryError as error:
+            raise PlacementError(
+                "The cache of routed experts does not fit on its device.",
+                expected=f"{nbytes:,} free bytes",
+                found=str(error).partition("\n")[0],
+                fix="Pass a smaller HfqConfig(expert_cache_size=...).",
+            ) from error
+
+    def _read(self, contents: Contents) -> Ticket:
+        expert, buffer, copy = contents.expert, contents.buffer, self._copy_stream.copy
+
+        def finish() -> None:
+            for place, memory in [] if self._pinned is None else self._pinned.copies(expert.layout):
+                copy(buffer[place : place + memory.numel()], memory)
+            contents.copied = self._copy_stream.mark()
+
+        jobs = [self._copying(module, contents) for module in expert.mapped]
+        jobs += [self._moving(*chunk, buffer) for chunk in chunks_with_copies(expert.layout)]
+        return Ticket(jobs, finish)
+
+    def _moving(
+        self, wanted: ByteRange, offset: int, moves: Sequence[Move], buffer: torch.Tensor
+    ) -> Callable[[], None]:
+        def job() -> None:
+            staging = self._copy_stream.host_buffer(-(-wanted.nbytes // PAGE) * PAGE)
+            self._source.read(wanted, memory_of(staging))
+            for source, target, nbytes in moves:
+                first = source - offset
+                self._copy_stream.copy(buffer[target : target + nbytes], staging[first : first + nbytes])
+
+        return job
+
+    def _copying(self, module: QuantizedModule, contents: Contents) -> Callable[[], None]:
+        def job() -> None:
+            memory = self._copy_stream.host_buffer(flat_layout(module.infos)[1])
+            packed = FlatBuffer.pack(module.stored_tensors(), module.infos, memory)
+            for local, segment in packed.segments.items():
+                place = contents.expert.layout.places[module.infos[local]]
+                source = packed.buffer[segment.offset : segment.offset + segment.nbytes]
+                self._copy_stream.copy(contents.buffer[place : place + segment.nbytes], source)
+
+        return job
