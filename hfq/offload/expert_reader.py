@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from hfq.offload.offload_buffers import Move, chunks_with_copies, fill_on_host, 
 from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.reader_threads import Ticket
 from hfq.offload.unit import is_on_disk
-from hfq.offload.unit_layout import PAGE, UnitLayout, lay_out, lay_out_on_device
-from hfq.tensor_spec import ByteRange, Segment
+from hfq.offload.unit_layout import PAGE, UnitLayout, lay_out, lay_out_on_device, layout_nbytes
+from hfq.tensor_spec import ByteRange, Segment, TensorInfo
 
 __all__ = ["AcceleratorExperts", "Contents", "Expert", "ExpertMemory", "HostExperts", "gather_experts"]
 
@@ -34,24 +35,51 @@ class Expert:
         name: The name of the expert in the model.
         modules: Its layers.
         device: The execution device.
-        layout: The reads, and the offset of each tensor in a place.
-        mapped: The layers in CPU memory that is not pinned, on an accelerator alone.
+        pinned: The weights in pinned memory, on an accelerator alone; None if there are none.
     """
 
     name: str
     modules: tuple[QuantizedModule, ...]
     device: torch.device
-    layout: UnitLayout
-    mapped: tuple[QuantizedModule, ...] = ()
+    pinned: PinnedWeights | None = None
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the stored tensors."""
-        return sum(info.nbytes for module in self.modules for info in module.infos.values())
+    def infos(self) -> list[TensorInfo]:
+        """The stored tensors."""
+        return [info for module in self.modules for info in module.infos.values()]
+
+    @property
+    def place_nbytes(self) -> int:
+        """The bytes that the expert needs on its device, a multiple of 4096."""
+        return layout_nbytes(self.infos, self.device.type == "cpu")
+
+    @functools.cached_property
+    def mapped(self) -> tuple[QuantizedModule, ...]:
+        """The layers that an accelerator copies from CPU memory that is not pinned."""
+        if self.device.type == "cpu":
+            return ()
+        return tuple(
+            module
+            for module in self.modules
+            if not is_on_disk(module) and not all(map(self._is_pinned, module.infos.values()))
+        )
+
+    @functools.cached_property
+    def layout(self) -> UnitLayout:
+        """The reads, and the offset of each tensor in a place."""
+        infos = self.infos
+        if self.device.type == "cpu":
+            return lay_out(infos)
+        held = self.pinned.in_order(infos) if self.pinned is not None else []
+        held += [info for module in self.mapped for info in module.infos.values() if info not in held]
+        return lay_out_on_device(infos, held)
 
     def tensors(self, buffer: torch.Tensor) -> dict[QuantizedModule, LayerTensors]:
         """Returns views of a place that holds the expert."""
         return {module: LayerTensors(self._of_module(module, buffer).tensors()) for module in self.modules}
+
+    def _is_pinned(self, info: TensorInfo) -> bool:
+        return self.pinned is not None and info in self.pinned
 
     def _of_module(self, module: QuantizedModule, buffer: torch.Tensor) -> FlatBuffer:
         segments = {
@@ -72,23 +100,7 @@ def gather_experts(modules: Iterable[QuantizedModule], pinned: PinnedWeights | N
     for module in modules:
         key = module.name.rpartition(".")[0], module.compute_device
         layers.setdefault(key, []).append(module)
-    return [_expert(name, place, own, pinned) for (name, place), own in layers.items()]
-
-
-def _expert(
-    name: str, device: torch.device, modules: Sequence[QuantizedModule], pinned: PinnedWeights | None
-) -> Expert:
-    infos = [info for module in modules for info in module.infos.values()]
-    if device.type == "cpu":
-        return Expert(name, tuple(modules), device, lay_out(infos))
-    held = pinned.in_order(infos) if pinned is not None else []
-    mapped = [
-        module
-        for module in modules
-        if not is_on_disk(module) and not all(info in held for info in module.infos.values())
-    ]
-    held += [info for module in mapped for info in module.infos.values() if info not in held]
-    return Expert(name, tuple(modules), device, lay_out_on_device(infos, held), tuple(mapped))
+    return [Expert(name, tuple(own), place, pinned) for (name, place), own in layers.items()]
 
 
 class Contents:
@@ -189,7 +201,7 @@ class ExpertMemory(ABC):
 
 def place_nbytes(experts: Iterable[Expert]) -> int:
     """Returns the bytes of a place that holds any of these experts."""
-    return max((expert.layout.nbytes for expert in experts), default=0)
+    return max((expert.place_nbytes for expert in experts), default=0)
 
 
 class HostExperts(ExpertMemory):
@@ -212,19 +224,7 @@ class AcceleratorExperts(ExpertMemory):
         count: The number of places.
         source: Reads the checkpoint.
         copy_stream: Copies to the device.
-        pinned: The weights that are stored in pinned memory; None if there are none.
     """
-
-    def __init__(
-        self,
-        experts: Sequence[Expert],
-        count: int,
-        source: Source,
-        copy_stream: CopyStream,
-        pinned: PinnedWeights | None = None,
-    ) -> None:
-        super().__init__(experts, count, source, copy_stream)
-        self._pinned = pinned
 
     def _make(self, nbytes: int) -> torch.Tensor:
         try:
@@ -241,7 +241,7 @@ class AcceleratorExperts(ExpertMemory):
         expert, buffer, copy = contents.expert, contents.buffer, self._copy_stream.copy
 
         def finish() -> None:
-            for place, memory in [] if self._pinned is None else self._pinned.copies(expert.layout):
+            for place, memory in [] if expert.pinned is None else expert.pinned.copies(expert.layout):
                 copy(buffer[place : place + memory.numel()], memory)
             contents.copied = self._copy_stream.mark()
 

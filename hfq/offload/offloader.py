@@ -129,11 +129,11 @@ class Offloader:
         self.layouts = [self._lay_out(unit) for unit in self.units]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in self.layouts)
         experts = gather_experts(on_demand, pinned)
-        layouts = [*self.layouts, *(expert.layout for expert in experts)]
-        names = sorted({run.source.file for layout in layouts for run in layout.runs})
-        nbytes = sum(layout.needed_nbytes for layout in layouts)
-        self.source = Source(reader, options.mode, nbytes, options.verify, names)
         on_disk = [info for module in on_demand if is_on_disk(module) for info in module.infos.values()]
+        read = {run.source.file for layout in self.layouts for run in layout.runs}
+        names = sorted(read.union(info.range.file for info in on_disk))
+        nbytes = self.pass_nbytes + sum(info.nbytes for info in on_disk)
+        self.source = Source(reader, options.mode, nbytes, options.verify, names)
         on_disk += [info for unit in units for info in unit.infos if pinned is None or info not in pinned]
         self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)
@@ -224,7 +224,7 @@ class Offloader:
             if device.type == "cpu":
                 memories[device] = HostExperts(own, count, self.source, stream)
             else:
-                memories[device] = AcceleratorExperts(own, count, self.source, stream, self._pinned)
+                memories[device] = AcceleratorExperts(own, count, self.source, stream)
         return ExpertCache(experts, memories, self.pool, lambda module: self._read(module).use())
 
     def _buffers_of(self, index: int) -> OffloadBuffers:

@@ -9,7 +9,15 @@ from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT
 from hfq.checkpoint.read_plan import coalesce
 from hfq.tensor_spec import DEVICE_ALIGNMENT, DTYPE_BITS, ByteRange, TensorInfo
 
-__all__ = ["GAP_NBYTES", "PAGE", "UnitLayout", "Run", "lay_out", "lay_out_on_device"]
+__all__ = [
+    "GAP_NBYTES",
+    "PAGE",
+    "Run",
+    "UnitLayout",
+    "lay_out",
+    "lay_out_on_device",
+    "layout_nbytes",
+]
 
 PAGE = DIRECT_ALIGNMENT
 GAP_NBYTES = 64 << 10
@@ -123,6 +131,17 @@ def lay_out_on_device(
         else:
             copies.append((source, target, info.nbytes))
     return UnitLayout(runs, places, tuple(copies), _up(end, PAGE))
+
+
+def layout_nbytes(infos: Iterable[TensorInfo], is_on_host: bool) -> int:
+    """Returns the bytes of `lay_out` or of `lay_out_on_device`, which take longer."""
+    infos = tuple(infos)
+    if not is_on_host:
+        return _up(sum(_up(info.nbytes, DEVICE_ALIGNMENT) for info in infos), PAGE)
+    runs = coalesce((info.range for info in infos), GAP_NBYTES)
+    unaligned = [info for info in infos if info.range.offset % (DTYPE_BITS[info.dtype] // 8 or 1)]
+    copied = sum(_up(info.nbytes, _COPY_ALIGNMENT) for info in unaligned)
+    return _up(sum(Run(run, 0).nbytes for run in runs) + copied, PAGE)
 
 
 def _read_together(

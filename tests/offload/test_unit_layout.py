@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfq.offload.unit_layout import PAGE, Run, lay_out
+from hfq.offload.unit_layout import PAGE, Run, lay_out, lay_out_on_device, layout_nbytes
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 FILE = "a.safetensors"
@@ -132,3 +132,11 @@ def test_every_place_holds_the_bytes_of_its_tensor_aligned_to_its_element(unit, 
     ends = [0, *(run.offset + run.nbytes for run in layout.runs)]
     assert [run.offset for run in layout.runs] == ends[:-1]
     assert ends[-1] <= layout.nbytes
+
+
+@settings(max_examples=50)
+@given(units())
+def test_the_bytes_of_a_layout_are_known_without_it(unit):
+    _, infos = unit
+    assert layout_nbytes(infos, is_on_host=True) == lay_out(infos).nbytes
+    assert layout_nbytes(infos, is_on_host=False) == lay_out_on_device(infos).nbytes
