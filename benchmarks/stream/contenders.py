@@ -24,6 +24,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.loading.config import HfqConfig
 from hfq.modules.linear import QuantizedLinear
+from hfq.modules.output_head import OutputHead
 from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["IN_MEMORY", "MOVERS", "ON_DISK", "Compute", "Mover", "layer_nbytes", "standing_in"]
@@ -158,7 +159,7 @@ def layer_nbytes(path: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
     """Makes Llama models read their weights and sleep instead of computing, within the context."""
-    classes = (LlamaDecoderLayer, LlamaRMSNorm, nn.Linear, QuantizedLinear)
+    classes = (LlamaDecoderLayer, LlamaRMSNorm, nn.Linear, OutputHead, QuantizedLinear)
     own = {cls: cls.__dict__["forward"] for cls in classes}
     try:
         for cls in classes:

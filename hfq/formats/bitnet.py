@@ -37,6 +37,7 @@ class BitNet(Format):
     """
 
     name = "bitnet"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "BitNet (bitlinear, autobitlinear)",

@@ -244,7 +244,7 @@ class Fp8(Fp8Shards, Fp8Order):
     def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
         if self._is_undeclared:
             scale = scale_as_float(tensors[self.scale_name])
-            if bool((scale.flatten(1).median(1).values > 1).any()):
+            if bool((scale.reshape(scale.shape[0], -1).median(1).values > 1).any()):
                 return None
         return super().resolve_stack(tensors)
 

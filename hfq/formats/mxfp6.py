@@ -52,6 +52,7 @@ class Mxfp6(Format):
     """
 
     name = "mxfp6"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "MXFP6 (Quark mxfp6_e3m2, mxfp6_e2m3)",

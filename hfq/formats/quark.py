@@ -66,6 +66,7 @@ class QuarkInt4(Format):
     """
 
     name = "quark-int4"
+    resolves_each_value = True
     variants = (
         FormatVariant(
             "Quark int4, uint4 (groups, channels)",
@@ -170,6 +171,11 @@ class QuarkInt4(Format):
         if self.is_two_level:
             check_finite(module, "weight_scale", tensors["weight_scale"])
         return dataclasses.replace(self, has_zeros=bool(tensors[self.zero_name].any()))
+
+    def resolve_stack(self, tensors: Mapping[str, torch.Tensor]) -> Format | None:
+        zeros = tensors[self.zero_name]
+        has_zeros = zeros.reshape(zeros.shape[0], -1).any(1)
+        return super().resolve_stack(tensors) if bool(has_zeros.all() == has_zeros.any()) else None
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
