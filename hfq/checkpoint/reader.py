@@ -166,6 +166,9 @@ class Reader:
 
     def map(self, file: str) -> mmap.mmap:
         """Returns a private copy-on-write map of a file, whose unmodified pages all processes share."""
+        found = self._maps.get(file)
+        if found is not None:
+            return found
         descriptor = self.descriptor(file)
         with self._lock:
             if file not in self._maps:

@@ -23,24 +23,24 @@ class MappedTensors:
 
     Args:
         reader: Reads the checkpoint.
-        tensors: Pairs of a mapped tensor and its file.
+        files: The mapped files.
+        tensors: The unquantized tensors that are mapped.
     """
 
     def __init__(
-        self, reader: Reader | None = None, tensors: Iterable[tuple[torch.Tensor, str]] = ()
+        self, reader: Reader | None = None, files: Iterable[str] = (), tensors: Iterable[torch.Tensor] = ()
     ) -> None:
-        tensors = list(tensors)
         self._reader = reader
-        self._files = sorted({file for _, file in tensors})
+        self._files = sorted(set(files))
         self._addresses = WeakTensorKeyDictionary()
-        for tensor, _ in tensors:
+        for tensor in tensors:
             self._addresses[tensor] = tensor.data_ptr()
 
     def __deepcopy__(self, memo: dict) -> MappedTensors:
         return MappedTensors()  # the tensors of a copied model are in memory of their own
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor is still mapped, that is, was not replaced or moved."""
+        """Returns True if an unquantized tensor is still mapped, that is, was not replaced or moved."""
         return tensor in self._addresses and tensor.data_ptr() == self._addresses[tensor]
 
     def check(self, *_: Any) -> None:
@@ -66,11 +66,8 @@ def settle_mapped(loading: LoadState, hidden: Collection[str]) -> MappedTensors:
         The tensors that stay mapped.
     """
     reads = (read for read in loading.read_plan.reads if read.how == "mapped" and read.name)
-    mapped = [
-        (tensor, info.range.file)
-        for module in (loading.quantized[read.name] for read in reads)
-        for tensor, info in zip(module.parameters(recurse=False), module.infos.values(), strict=True)
-    ]
+    files = {info.range.file for read in reads for info in read.infos.values()}
+    mapped = []
     for name, info in loading.match.unquantized.items():
         tensor = None if name in hidden else loading.model.get_parameter_or_buffer(name)
         if tensor is None or tensor.device.type != "cpu" or tensor.dtype != torch_dtype(info.dtype):
@@ -78,8 +75,9 @@ def settle_mapped(loading: LoadState, hidden: Collection[str]) -> MappedTensors:
         if loading.config.cpu_memory in ("private", "shared"):
             tensor.data = tensor.data.clone()
         else:
-            mapped.append((tensor, info.range.file))
-    tensors = MappedTensors(loading.reader, mapped)
-    if mapped:
+            mapped.append(tensor)
+            files.add(info.range.file)
+    tensors = MappedTensors(loading.reader, files, mapped)
+    if files:
         loading.model.register_forward_pre_hook(tensors.check)
     return tensors

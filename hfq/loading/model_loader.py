@@ -109,7 +109,6 @@ class ModelLoader(LoadState):
         self.quantized = replace_modules(model, self.match, self.config, self._dtypes)
         if self.quantized and self.config.kernel in ("auto", "cpp"):
             replace_head(model)
-        report_dtype(model)
         self.budget: Budget | None = None
         self.devices = {}
         self.executes = {}
@@ -122,6 +121,7 @@ class ModelLoader(LoadState):
         # hfq has matched every stored tensor, so transformers must not report hidden ones as unexpected
         model._keys_to_ignore_on_load_unexpected = {".*"}
         self.hide_experts()
+        report_dtype(model)
         self._unquantized_names = list(model.state_dict())
         self._show_experts()
 
@@ -448,11 +448,11 @@ class ModelLoader(LoadState):
     def _plan_unquantized(self) -> tuple[PlanEntry, ...]:
         """Returns the entries of the plan for all tensors that are not stored quantized."""
         entries = []
-        state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name in self._unquantized_names:
             if name not in self.model.all_tied_weights_keys:
                 device, execution_device = self.places_of(name)
-                tensor, info = state[name], self.match.unquantized.get(name)
+                tensor = self.model.get_parameter_or_buffer(name)
+                info = self.match.unquantized.get(name)
                 nbytes = tensor.numel() * tensor.element_size()
                 if (device == "disk" or device != execution_device) and info is not None:
                     nbytes = info.nbytes

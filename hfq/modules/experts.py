@@ -49,7 +49,7 @@ class QuantizedExperts(nn.ModuleList):
         apply_gate: Callable[[torch.Tensor], torch.Tensor],
         is_interleaved: bool = False,
     ) -> None:
-        super().__init__([nn.ModuleDict(dict(layers)) for layers in experts])
+        super().__init__([_named(layers) for layers in experts])
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.onload: Onload | None = None
         self.is_late = False
@@ -307,6 +307,13 @@ class SortedExperts(QuantizedExperts):
         )
         routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
         return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
+
+
+def _named(layers: Mapping[str, QuantizedLinear]) -> nn.ModuleDict:
+    """Returns the layers of an expert; `nn.ModuleDict` checks each name slowly."""
+    found = nn.ModuleDict()
+    found._modules.update(layers)
+    return found
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:

@@ -76,8 +76,8 @@ def map_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=dtype)
     memory = reader.map(info.range.file)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.nbytes, offset=info.range.offset)
-    return flat.view(dtype).view(info.shape)
+    flat = torch.frombuffer(memory, dtype=dtype, count=info.numel, offset=info.range.offset)
+    return flat.view(info.shape)
 
 
 def read_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:

@@ -38,6 +38,12 @@ class QuantizedLinear(QuantizedModule):
             layer.
     """
 
+    kernel: Kernel
+    accelerated: Kernel
+    scheme: ActivationScheme | None
+    local_in_features: int
+    outliers: OutlierTally | None
+
     def __init__(
         self,
         name: str,
@@ -50,9 +56,13 @@ class QuantizedLinear(QuantizedModule):
         accelerated: Kernel | None = None,
     ) -> None:
         super().__init__(name, in_features, out_features, weight_format, infos)
-        self.kernel, self.accelerated = kernel, accelerated or KERNELS["reference"]
-        self.scheme, self.local_in_features = scheme, in_features
-        self.outliers = OutlierTally() if scheme is not None and scheme.outlier_threshold else None
+        vars(self).update(
+            kernel=kernel,
+            accelerated=accelerated or KERNELS["reference"],
+            scheme=scheme,
+            local_in_features=in_features,
+            outliers=OutlierTally() if scheme is not None and scheme.outlier_threshold else None,
+        )
 
     @uncompiled
     def forward(self, activations: torch.Tensor) -> torch.Tensor:

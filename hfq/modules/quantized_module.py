@@ -37,8 +37,22 @@ _RESERVED = (
     "local_in_features",
     "num_embeddings",
     "embedding_dim",
+    "_attributes",
+    "_kinds",
 )
 """Attributes of subclasses; no stored tensor may take one of these names."""
+_ATTRIBUTES: dict[tuple[type, tuple[str, ...]], dict[str, str]] = {}
+
+
+class StoredParameter(nn.Parameter):
+    """A stored tensor, frozen, which transformers must not initialize."""
+
+    _is_hf_initialized = True
+
+    def __new__(cls, tensor: torch.Tensor, requires_grad: bool = False) -> StoredParameter:
+        if type(tensor) is torch.Tensor:
+            return torch.Tensor._make_subclass(cls, tensor, requires_grad)
+        return super().__new__(cls, tensor, requires_grad)
 
 _DECISIVE = frozenset(
     {
@@ -61,6 +75,8 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
     `torch.nn.utils.weight_norm` and `spectral_norm` do so, to compute the weight from other parameters.
     """
+
+    __slots__ = ("module",)
 
     def __init__(self, module: str = "") -> None:
         super().__init__()
@@ -90,10 +106,10 @@ class QuantizedModule(nn.Module):
     The tensors are held in one of three ways. `hold` keeps frozen parameters under their checkpoint names; a
     dot becomes `__`, and a taken name gets the prefix `stored_`. `hold_buffer` keeps one flat frozen uint8
     parameter `flat_buffer`. `hold_shard` keeps that parameter cut into shards by ZeRO-3. `state_dict` always
-    uses checkpoint names. A new module, and one whose weights are on disk, holds tensors on `meta`. Then
-    `onload` provides the tensors for one forward pass, and `offload` removes them. A cast of the module
-    (`half()`, `to(dtype)`) never changes a stored tensor. Model code that reads `weight` receives a new
-    dequantized copy each time.
+    uses checkpoint names. A new module holds nothing, and reports its tensors on `meta`. So does one whose
+    weights are on disk: `onload` provides the tensors for one forward pass, and `offload` removes them. A
+    cast of the module (`half()`, `to(dtype)`) never changes a stored tensor. Model code that reads `weight`
+    receives a new dequantized copy each time.
 
     Args:
         name: The module's name in the model, for messages.
@@ -101,7 +117,34 @@ class QuantizedModule(nn.Module):
         out_features: Number of output rows.
         weight_format: The format of its tensors.
         infos: The stored tensors, by checkpoint name.
+
+    Attributes:
+        fetch: Returns the tensors for one forward pass; None if they are stored or onloaded.
+        is_offloaded: True if the tensors are fetched for every forward pass.
+        onload_device: Device to which the offloader onloads the module; None if it computes where it is
+            stored.
+        on_cpu: Chooses between the CPU and an accelerator for each call; None if there is no choice.
+        dtype: The model's dtype.
+        is_transposed: True if the replaced module's weight is [in, out].
     """
+
+    name: str
+    in_features: int
+    out_features: int
+    weight_format: Format
+    infos: dict[str, TensorInfo]
+    fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    is_offloaded = False
+    onload_device: torch.device | None = None
+    on_cpu: CpuExecution | None = None
+    dtype = torch.float32
+    is_transposed = False
+    _attributes: Mapping[str, str]
+    _kinds: Mapping[str, tuple[torch.dtype, torch.Size]] | None = None
+    _segments: Mapping[str, Segment] | None = None
+    _is_gathered: Callable[[], bool] | None = None
+    _onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
+    _cache: TensorCache | None = None
 
     def __init__(
         self,
@@ -112,27 +155,16 @@ class QuantizedModule(nn.Module):
         infos: Mapping[str, TensorInfo],
     ) -> None:
         super().__init__()
-        self._parameters = _StoredParameters(name)
-        self.name = name
-        self.in_features = in_features
-        self.out_features = out_features
-        self.weight_format, self.infos = weight_format, dict(infos)
-        self._segments: Mapping[str, Segment] | None = None
-        self._is_gathered: Callable[[], bool] | None = None
-        self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
-        self._cache: TensorCache | None = None
-        self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self.dtype, self.is_transposed = torch.float32, False
-        self.is_offloaded = False  # True if the tensors are fetched for every forward pass
-        self.onload_device: torch.device | None = (
-            None  # device to which the offloader onloads it; None if it computes where it is stored
+        # torch's own assignment is slow for many modules
+        vars(self).update(
+            _parameters=_StoredParameters(name),
+            name=name,
+            in_features=in_features,
+            out_features=out_features,
+            weight_format=weight_format,
+            infos=dict(infos),
         )
-        self.on_cpu: CpuExecution | None = None  # chooses between the CPU and an accelerator for each call
-        self._attributes: dict[str, str] = {}
-        for local in self.infos:
-            taken = {*vars(self), *self._attributes.values()}
-            self._attributes[local] = _attribute(local, taken, _names_of(type(self)))  # type: ignore[arg-type]
-        self.hold({local: _on_meta(info) for local, info in self.infos.items()})
+        vars(self)["_attributes"] = _attributes_of(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -149,19 +181,13 @@ class QuantizedModule(nn.Module):
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keeps these tensors, without a copy, as frozen parameters under their checkpoint names."""
-        self._parameters.clear()
-        self._segments = self._is_gathered = self._cache = None
-        self._kinds = {local: (tensor.dtype, tensor.shape) for local, tensor in tensors.items()}
-        for local, tensor in tensors.items():
-            self._parameters[self._attributes[local]] = _frozen(tensor)
+        kinds = tuple([(local, tensor.dtype, tensor.shape) for local, tensor in tensors.items()])
+        self._hold({self._attributes[local]: StoredParameter(tensor) for local, tensor in tensors.items()})
+        vars(self)["_kinds"] = _kinds(kinds)
 
     def hold_buffer(self, row: FlatBuffer) -> None:
         """Keeps one flat buffer as the frozen parameter `flat_buffer`."""
-        self._parameters.clear()
-        self._segments = row.segments
-        self._is_gathered = None
-        self._cache = None
-        self._parameters[_FLAT] = _frozen(row.buffer)
+        self._hold({_FLAT: StoredParameter(row.buffer)}, row.segments)
 
     def hold_shard(
         self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]
@@ -174,19 +200,25 @@ class QuantizedModule(nn.Module):
             segments: Segments of the tensors in the flat buffer.
             is_gathered: Returns True while it is gathered.
         """
+        self._hold({_FLAT: parameter}, segments, is_gathered)
+
+    def _hold(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        segments: Mapping[str, Segment] | None = None,
+        is_gathered: Callable[[], bool] | None = None,
+    ) -> None:
         self._parameters.clear()
-        self._segments = segments
-        self._is_gathered = is_gathered
-        self._cache = None
-        self._parameters[_FLAT] = parameter
+        self._parameters.update(parameters)
+        vars(self).update(_segments=segments, _is_gathered=is_gathered, _cache=None)
 
     def onload_to(self, device: torch.device) -> None:
         """Sets the device to which the module is onloaded; parameters on meta report it."""
-        self.onload_device = device
+        self.onload_device, is_empty = device, self._is_empty()
         for local, attribute in self._attributes.items():
             parameter = self._parameters.get(attribute)
-            if parameter is not None and parameter.is_meta:
-                offloaded = OffloadedParameter(parameter.data, requires_grad=False)
+            if is_empty or (parameter is not None and parameter.is_meta):
+                offloaded = OffloadedParameter(_on_meta(self.infos[local]), requires_grad=False)
                 offloaded.name, offloaded.onload_device = f"{self.name}.{local}", device
                 self._parameters[attribute] = offloaded
 
@@ -252,8 +284,9 @@ class QuantizedModule(nn.Module):
             PlacementError: A tensor has another dtype or shape than it was loaded with.
             SetupError: A tensor is in shards.
         """
-        for local, tensor in tensors.items():
-            dtype, shape = self._kinds[local]
+        kinds = self._kinds or {}
+        for local, tensor in tensors.items() if kinds else ():
+            dtype, shape = kinds[local]
             if hasattr(tensor, "device_mesh"):  # a DTensor
                 raise SetupError(
                     f"{self.name} was sharded by another library, such as FSDP2's fully_shard.",
@@ -287,8 +320,14 @@ class QuantizedModule(nn.Module):
         if self._segments is not None:
             row = self._parameters.get(_FLAT)  # hidden while accelerate dispatches the model
             return {} if row is None else FlatBuffer(row.data, self._segments).tensors()
+        if self._is_empty():
+            return {local: _on_meta(info) for local, info in self.infos.items()}
         held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
+
+    def _is_empty(self) -> bool:
+        """Returns True if the module has held nothing so far."""
+        return not self._parameters and self._kinds is None and self._segments is None
 
     @property
     def storage_kind(self) -> str:
@@ -300,9 +339,8 @@ class QuantizedModule(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Execution device of the module."""
-        return self.onload_device or next(
-            parameter.device for parameter in self._parameters.values() if parameter is not None
-        )
+        held = (parameter.device for parameter in self._parameters.values() if parameter is not None)
+        return self.onload_device or next(held, torch.device("meta"))
 
     def dequantize(self) -> torch.Tensor:
         """Returns the weight in the model's dtype, as `weight` does.
@@ -381,7 +419,7 @@ class QuantizedModule(nn.Module):
                 continue
             flat = parameter.data.reshape(-1).view(torch.uint8)
             moved = fn(flat).view(parameter.dtype).view(parameter.shape)
-            self._parameters[local] = _frozen(moved)
+            self._parameters[local] = StoredParameter(moved)
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -443,6 +481,18 @@ def _no_parameter(module: str, name: str) -> SetupError:
     )
 
 
+def _attributes_of(module: QuantizedModule) -> dict[str, str]:
+    """Returns the attribute name of each stored tensor, in one object for all equal modules."""
+    key = type(module), tuple(module.infos)
+    if key not in _ATTRIBUTES:
+        attributes: dict[str, str] = {}
+        for local in module.infos:
+            taken = {*vars(module), *attributes.values()}
+            attributes[local] = _attribute(local, taken, _names_of(type(module)))  # type: ignore[arg-type]
+        _ATTRIBUTES[key] = attributes
+    return _ATTRIBUTES[key]
+
+
 @functools.cache
 def _names_of(cls: type) -> frozenset[str]:
     """Returns the names that a class uses itself."""
@@ -461,11 +511,18 @@ def _attribute(local: str, taken: set[str], reserved: frozenset[str]) -> str:
 
 
 def _on_meta(info: TensorInfo) -> torch.Tensor:
-    return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+    return _meta(info.dtype, info.shape)
 
 
-def _frozen(tensor: torch.Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(tensor, requires_grad=False)
-    # transformers must not initialize a stored tensor
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    return parameter
+@functools.lru_cache(maxsize=1024)
+def _meta(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+
+
+@functools.lru_cache(maxsize=1024)
+def _kinds(
+    kinds: tuple[tuple[str, torch.dtype, torch.Size], ...],
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Returns dtype and shape by checkpoint name; modules with equal tensors share one object."""
+    return {local: (dtype, shape) for local, dtype, shape in kinds}

@@ -89,7 +89,9 @@ def test_nothing_is_saved_for_the_backward_but_the_module(make, backing):
 def test_tensors_are_on_meta_until_they_are_held(make, layer):
     _, tensors = layer
     linear = make("meta")
-    assert {name: (p.device.type, p.dtype, p.shape) for name, p in linear.named_parameters()} == {
+    assert list(linear.parameters()) == []
+    assert linear.compute_device == torch.device("meta")
+    assert {name: (t.device.type, t.dtype, t.shape) for name, t in linear.state_dict().items()} == {
         name: ("meta", tensor.dtype, tensor.shape) for name, tensor in tensors.items()
     }
     assert [name for name, _ in make("mapped").named_parameters()] == list(tensors)

@@ -1,5 +1,6 @@
 """Tests of quantized modules: names, moves, and saves of parameters, and reads by model code."""
 
+import copy
 import itertools
 
 import pytest
@@ -110,6 +111,17 @@ def test_a_state_dict_loads_into_either_backing(build, tmp_path, name, source, t
     assert {key: as_bytes(tensor) for key, tensor in other.state_dict().items()} == {
         key: as_bytes(tensor) for key, tensor in state.items()
     }
+
+
+def test_a_held_tensor_is_not_initialized_by_transformers_and_has_no_attributes_of_its_own(build):
+    module, _, _ = build("scalars")
+    copied = copy.deepcopy(module)
+    for parameter in (*module.parameters(), *copied.parameters()):
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter._is_hf_initialized
+        assert not parameter.requires_grad
+        assert vars(parameter) == {}
+    assert all(map(torch.equal, module.parameters(), copied.parameters()))
 
 
 def test_a_stored_tensor_may_bear_the_name_of_an_attribute(build):

@@ -15,7 +15,7 @@ from hfq.integrations.fms.fms_config import Source
 from hfq.integrations.fms.row_layout import Layout, Part
 from hfq.kernels.registry import choose_kernel
 from hfq.loading.config import HfqConfig
-from hfq.loading.matching.replace_modules import build_quantized
+from hfq.loading.matching.replace_modules import ModuleBuilder
 from hfq.loading.validation import check_bias
 from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors
@@ -43,6 +43,7 @@ class Layers:
         self.layout = layout
         self._match = source.match
         self._config = config
+        self._builder = ModuleBuilder(config)
 
     def __deepcopy__(self, memo: dict) -> Layers:
         return self  # FMS copies its configs and the objects in them
@@ -106,7 +107,7 @@ class Layers:
                 expected="a linear layer or an embedding",
                 fix="Load it with transformers: from_pretrained(path, quantization_config=HfqConfig()).",
             )
-        return build_quantized(name, found, self._config)
+        return self._builder.build(name, found)
 
     def _fill_part(self, module: Any, stored: Part, device: torch.device, part: LayerSlice | None) -> None:
         found = self._match.quantized[stored.name]

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import READABLE_DTYPES
-from hfq.kernels.registry import choose_kernel, explain_kernels
+from hfq.kernels.registry import Kernel, choose_kernel, explain_kernels
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, QuantizedModuleMatch
 from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight, scale_of
@@ -22,7 +22,7 @@ from hfq.modules.experts import QuantizedExperts, SortedExperts
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["build_quantized", "replace_modules"]
+__all__ = ["ModuleBuilder", "replace_modules"]
 
 logger = logging.get_logger("hfq")
 
@@ -44,12 +44,15 @@ def replace_modules(
     Raises:
         SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.
     """
-    quantized = {}
+    quantized, builder = {}, ModuleBuilder(config)
     for name, found in match.quantized.items():
-        quantized[name] = module = build_quantized(name, found, config)
-        parent, local = name.rpartition(".")[0], name.rpartition(".")[2]
+        quantized[name] = module = builder.build(name, found)
+        parent, _, local = name.rpartition(".")
         kept = f"{parent}.weight" if found.target.kind in ("weight", "half") else f"{name}.weight"
-        module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.target.kind == "conv1d"
+        if kept in dtypes:
+            module.dtype = dtypes[kept]
+        if found.target.kind == "conv1d":
+            module.is_transposed = True
         if found.target.kind == "weight":
             pack_weight(model.get_submodule(parent), module)
         elif found.target.kind not in ("expert", "half"):
@@ -82,7 +85,8 @@ def replace_modules(
         # stored halves are contiguous, not interleaved
         takes_turns = experts.is_interleaved and not experts.is_halved
         kind = SortedExperts if experts.is_sorted else QuantizedExperts
-        swapped = kind(layers, gate_of(experts), takes_turns).train(experts.module.training)
+        swapped = kind(layers, gate_of(experts), takes_turns)
+        swapped.training = experts.module.training  # its layers follow when transformers has set its own mode
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
     _tell_of_others(quantized, config.kernel)
     return quantized
@@ -99,12 +103,14 @@ def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
 
 def _tell_of_others(quantized: Mapping[str, QuantizedModule], asked: str) -> None:
     """Logs the layers that the chosen kernel cannot multiply."""
+    if asked == "auto":
+        return
     left = {
         name: module
         for name, module in quantized.items()
         if isinstance(module, QuantizedLinear) and asked not in (module.kernel.name, module.accelerated.name)
     }
-    if asked != "auto" and left:
+    if left:
         first, module = next(iter(left.items()))
         layer = module.weight_format, module.in_features, module.out_features
         reason = explain_kernels(asked, *layer, scheme=module.scheme)[asked]
@@ -118,35 +124,59 @@ def _tell_of_others(quantized: Mapping[str, QuantizedModule], asked: str) -> Non
         )
 
 
-def build_quantized(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> QuantizedModule:
-    """Returns the module, on the meta device, for one quantized layer.
+class ModuleBuilder:
+    """Builder of quantized modules.
+
+    The kernels of a format and size are chosen once.
 
     Args:
-        name: Its name, for messages.
-        found: The matched layer.
         config: Options of the user.
-
-    Raises:
-        SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.
     """
-    target = found.target
-    if target.kind == "embedding":
-        return QuantizedEmbedding(name, target.out_features, target.in_features, found.format, found.infos)
-    scheme = _scheme(found.format, config)
-    if scheme is not None and scheme.dtype not in READABLE_DTYPES:
-        raise SetupError(
-            "HfqConfig(quantize_activations=True) cannot be used with this checkpoint. Nothing was loaded.",
-            found=scheme.dtype,
-            expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
-            fix="Pass HfqConfig(quantize_activations=False), which leaves activations unquantized.",
+
+    def __init__(self, config: HfqConfig) -> None:
+        self._config = config
+        self._choices: dict[tuple[int, int, int], tuple[ActivationScheme | None, Kernel, Kernel | None]] = {}
+
+    def build(self, name: str, found: QuantizedModuleMatch) -> QuantizedModule:
+        """Returns the module for one quantized layer, without its tensors.
+
+        Args:
+            name: Its name, for messages.
+            found: The matched layer.
+
+        Raises:
+            SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.
+        """
+        target, infos = found.target, found.infos
+        if target.kind == "embedding":
+            return QuantizedEmbedding(name, target.out_features, target.in_features, found.format, infos)
+        kind = id(found.format), target.in_features, target.out_features
+        if kind not in self._choices:
+            self._choices[kind] = self._choose(found.format, target.in_features, target.out_features)
+        scheme, kernel, accelerated = self._choices[kind]
+        return QuantizedLinear(
+            name, target.in_features, target.out_features, found.format, infos, kernel, scheme, accelerated
         )
-    layer = found.format, target.in_features, target.out_features
-    kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    accelerated = None if device is None else choose_kernel(config.kernel, *layer, device.type, scheme)
-    return QuantizedLinear(
-        name, target.in_features, target.out_features, found.format, found.infos, kernel, scheme, accelerated
-    )
+
+    def _choose(
+        self, weight_format: Format, in_features: int, out_features: int
+    ) -> tuple[ActivationScheme | None, Kernel, Kernel | None]:
+        """Returns the activation scheme of a layer, and its kernels on CPU and accelerator."""
+        scheme = _scheme(weight_format, self._config)
+        if scheme is not None and scheme.dtype not in READABLE_DTYPES:
+            raise SetupError(
+                "HfqConfig(quantize_activations=True) cannot be used with this checkpoint. "
+                "Nothing was loaded.",
+                found=scheme.dtype,
+                expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
+                fix="Pass HfqConfig(quantize_activations=False), which leaves activations unquantized.",
+            )
+        layer = weight_format, in_features, out_features
+        kernel = choose_kernel(self._config.kernel, *layer, scheme=scheme)
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            return scheme, kernel, None
+        return scheme, kernel, choose_kernel(self._config.kernel, *layer, device.type, scheme)
 
 
 def _scheme(weight_format: Format, config: HfqConfig) -> ActivationScheme | None:
