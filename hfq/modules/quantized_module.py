@@ -54,6 +54,7 @@ class StoredParameter(nn.Parameter):
             return torch.Tensor._make_subclass(cls, tensor, requires_grad)
         return super().__new__(cls, tensor, requires_grad)
 
+
 _DECISIVE = frozenset(
     {
         "accelerated",
