@@ -118,7 +118,9 @@ class QuantizedExperts(nn.ModuleList):
     ) -> None:
         """Calls `use` for all experts, in parts that are on the execution device together."""
 
-        def is_onloaded(expert: int, layer: QuantizedModule) -> bool:
+        def is_onloaded(expert: int, layer: nn.Module) -> bool:
+            if not isinstance(layer, QuantizedModule):
+                return False
             if not layer.is_offloaded or layer.on_cpu is None:
                 return layer.is_offloaded
             rows = int((chosen == expert).sum())

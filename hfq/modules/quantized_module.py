@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from hfq.modules.changes import note_change
 from hfq.modules.flat_buffer import FlatBuffer
 from hfq.modules.graph_capture import check_not_captured, is_captured
 from hfq.modules.offloaded_parameter import OffloadedParameter, check_stays
+from hfq.modules.stored_parameters import StoredParameter, StoredParameters, no_parameter
 from hfq.modules.tensor_cache import TensorCache
 from hfq.tensor_spec import Segment, TensorInfo
 
@@ -44,17 +45,6 @@ _RESERVED = (
 _ATTRIBUTES: dict[tuple[type, tuple[str, ...]], dict[str, str]] = {}
 
 
-class StoredParameter(nn.Parameter):
-    """A stored tensor, frozen, which transformers must not initialize."""
-
-    _is_hf_initialized = True
-
-    def __new__(cls, tensor: torch.Tensor, requires_grad: bool = False) -> StoredParameter:
-        if type(tensor) is torch.Tensor:
-            return torch.Tensor._make_subclass(cls, tensor, requires_grad)
-        return super().__new__(cls, tensor, requires_grad)
-
-
 _DECISIVE = frozenset(
     {
         "accelerated",
@@ -69,36 +59,6 @@ _DECISIVE = frozenset(
     }
 )
 """Attributes that decide how a layer computes, see `changes`."""
-
-
-class _StoredParameters(dict[str, nn.Parameter | None]):
-    """Parameters of a quantized module, with an error for code that takes a float weight out.
-
-    `torch.nn.utils.weight_norm` and `spectral_norm` do so, to compute the weight from other parameters.
-    """
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: str = "") -> None:
-        super().__init__()
-        self.module = module
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise _no_parameter(self.module, key)
-
-    def __setitem__(self, key: str, value: nn.Parameter | None) -> None:
-        super().__setitem__(key, value)
-        note_change()
-
-    def clear(self) -> None:
-        super().clear()
-        note_change()
-
-    def __delitem__(self, key: str) -> None:
-        if key == "weight" or key not in self:
-            raise _no_parameter(self.module, key)
-        super().__delitem__(key)
-        note_change()
 
 
 class QuantizedModule(nn.Module):
@@ -158,7 +118,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         # torch's own assignment is slow for many modules
         vars(self).update(
-            _parameters=_StoredParameters(name),
+            _parameters=StoredParameters(name),
             name=name,
             in_features=in_features,
             out_features=out_features,
@@ -430,7 +390,7 @@ class QuantizedModule(nn.Module):
             SetupError: The module stores no tensor of this name.
         """
         if name not in self._attributes.values() and name != _FLAT:
-            raise _no_parameter(self.name, name)
+            raise no_parameter(self.name, name)
         super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -470,16 +430,6 @@ class QuantizedModule(nn.Module):
         unexpected += [
             key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors
         ]
-
-
-def _no_parameter(module: str, name: str) -> SetupError:
-    return SetupError(
-        f"{module} is quantized and has no float parameter {name!r} that can be replaced.",
-        tensor=f"{module}.{name}",
-        expected="an unquantized layer",
-        found="a normalization, pruning, or new parameter of a quantized layer",
-        fix="Leave this layer out, or call model.dequantize() first.",
-    )
 
 
 def _attributes_of(module: QuantizedModule) -> dict[str, str]:

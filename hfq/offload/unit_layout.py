@@ -135,7 +135,7 @@ def lay_out_on_device(
 
 def layout_nbytes(infos: Iterable[TensorInfo], is_on_host: bool) -> int:
     """Returns the bytes of `lay_out` or of `lay_out_on_device`, which take longer."""
-    infos = tuple(infos)
+    infos = {info for info in infos if info.nbytes}
     if not is_on_host:
         return _up(sum(_up(info.nbytes, DEVICE_ALIGNMENT) for info in infos), PAGE)
     runs = coalesce((info.range for info in infos), GAP_NBYTES)

@@ -158,12 +158,12 @@ def _validating(original: Callable) -> Callable:
 def _supplying(original: Callable) -> Callable:
     @functools.wraps(original)
     def load_pretrained_model(
-        model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         loading = getattr(load_config.hf_quantizer, "loading", None)
         if state_dict is None and isinstance(loading, LoadState) and loading.checkpoint.gguf is not None:
             state_dict = unquantized_state(loading)
-        return original(model, state_dict, files, load_config, *args, **kwargs)
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     return load_pretrained_model
 
@@ -186,7 +186,7 @@ def _choosing(original: Callable) -> Callable:
         model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         loading = getattr(load_config.hf_quantizer, "loading", None)
-        if loading is not None:
+        if loading is not None and loading.load_seconds is None:  # it also loads adapters, later
             names = loading.names_to_load()
             state_dict = {name: tensor for name, tensor in state_dict.items() if name in names}
         return original(model, state_dict, load_config, *args, **kwargs)

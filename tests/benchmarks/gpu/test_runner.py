@@ -93,10 +93,10 @@ def test_a_part_is_stopped_at_its_limit_with_all_of_its_processes(part, tmp_path
     yield {"kind": "one", "value": process.pid}
     time.sleep(600)
     """
-    found, _ = run([slow := part(body, seconds=2.0)], tmp_path)
+    found, _ = run([slow := part(body, seconds=6.0)], tmp_path)
     entry = found[slow.name]
     assert entry["status"] == "timed out"
-    assert "limit of 2 s" in entry["reason"]
+    assert "limit of 6 s" in entry["reason"]
     assert has_ended(entry["records"][0]["value"])
 
 
