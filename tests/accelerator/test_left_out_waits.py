@@ -23,9 +23,9 @@ LEFT_OUT = {
     "computation after copies": (AcceleratorCopyStream, "compute_after", CPU, LATE_COPIES),
     "copies after computation": (AcceleratorCopyStream, "copy_after", CPU, LATE_COMPUTATION),
     "reads after copies from staging memory": (AcceleratorCopyStream, "finish", DISK, LATE_COPIES),
-    "memory of an expert is kept for computation": (
+    "copies of an expert after computation with another one in its place": (
         AcceleratorCopyStream,
-        "record_compute",
+        "copy_after",
         "experts",
         LATE_COMPUTATION,
     ),

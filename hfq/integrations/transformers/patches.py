@@ -75,7 +75,6 @@ from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_param
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import failing_together, is_zero3
-from hfq.loading.state import LoadState
 from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
 from hfq.loading.whole_save import staged_save
 from hfq.modules.offloaded_parameter import OffloadedParameter
@@ -161,7 +160,7 @@ def _supplying(original: Callable) -> Callable:
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         loading = getattr(load_config.hf_quantizer, "loading", None)
-        if state_dict is None and isinstance(loading, LoadState) and loading.checkpoint.gguf is not None:
+        if state_dict is None and loading is not None and loading.checkpoint.gguf is not None:
             state_dict = unquantized_state(loading)
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,12 @@ from hfq.errors import CheckpointError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.gguf.block_rows import positions
 from hfq.loading.saving import declared_like
-from hfq.loading.state import LoadState
 from hfq.loading.whole_save import whole_save
 from hfq.modules.flat_buffer import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
+
+if TYPE_CHECKING:
+    from hfq.loading.state import LoadState
 
 __all__ = ["gguf_saved"]
 

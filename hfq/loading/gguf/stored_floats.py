@@ -7,15 +7,18 @@ converted once, into an unnamed file in memory, which is then read as any file o
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
 from hfq.checkpoint import Reader
 from hfq.checkpoint.temporary_file import TemporaryFile
 from hfq.formats.gguf.block_rows import positions
-from hfq.loading.state import LoadState
 from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
+
+if TYPE_CHECKING:
+    from hfq.loading.state import LoadState
 
 __all__ = ["convert_tensors", "unquantized_state"]
 
