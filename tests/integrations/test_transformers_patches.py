@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from hfq import HfqConfig
@@ -55,6 +57,10 @@ def test_transformers_is_handed_no_quantized_tensor(written, tmp_path, seen, opt
     assert (logits(model, moe_models.IDS) - logits(expected, moe_models.IDS)).abs().max() < 1e-4
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="transformers 5.17 keeps the stored size where a quantizer loads",
+)
 def test_a_tensor_of_another_size_is_still_initialized_by_transformers(written, tmp_path, seen):
     narrow = {"lm_head.weight": written.tensors["lm_head.weight"][:8].clone()}
     folder = written.save(tmp_path, written.tensors | narrow)
