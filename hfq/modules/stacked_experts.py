@@ -204,7 +204,8 @@ def _is_apart(layer: QuantizedLinear, kernel: Kernel, device: torch.device) -> b
 
 def _source(layer: QuantizedLinear) -> tuple:
     """Returns what a layer's place in a stack depends on."""
-    places = [parameter.data_ptr() for parameter in layer._parameters.values() if parameter is not None]
+    stored = [parameter for parameter in layer._parameters.values() if parameter is not None]
+    places = [None if parameter.is_meta else parameter.data_ptr() for parameter in stored]
     return (
         layer.fetch,
         layer.on_cpu,

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig, SetupError
 from hfq.modules.linear import QuantizedLinear
 from tests.contract.cases import CASES
-from tests.support import tiny_models
+from tests.support import moe_models, tiny_models
 from tests.support.models import load, logits
 from tests.support.zero_models import write_dialect
 
@@ -72,3 +72,23 @@ def test_a_named_kernel_that_cannot_read_a_layer_is_named(native, tmp_path, capl
     caplog.clear()
     load(PATHS["gptq"], quantization_config=HfqConfig(kernel="cpp"))
     assert "cannot multiply" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_routed_experts_give_the_same_logits_wherever_they_are_stored(native, tmp_path, dtype):
+    scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.id == "mixtral w1 w2 w3, gptq")
+    path = moe_models.write(scheme, moe_models.is_quantized(scheme)).save(tmp_path)
+    resident = load(path, dtype=dtype)
+    assert kernels(resident) == {"cpp"}
+    expected = [logits(resident, tokens) for tokens in (TOKENS % 64, TOKENS[:1, :1])]
+    experts = [name for name, _ in resident.named_modules() if name.endswith("experts")]
+    maps = {
+        "experts on disk": {"": "cpu", **dict.fromkeys(experts, "disk")},
+        "some on disk": {"": "cpu", f"{experts[0]}.1": "disk", f"{experts[1]}.2": "disk"},
+        "all on disk": {"": "disk"},
+    }
+    for device_map in maps.values():
+        for size in (0, None):
+            model = load(path, device_map, dtype=dtype, expert_cache_size=size)
+            found = [logits(model, tokens) for tokens in (TOKENS % 64, TOKENS[:1, :1])]
+            assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
