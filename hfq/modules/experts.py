@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ class QuantizedExperts(nn.ModuleList):
         is_interleaved: bool = False,
     ) -> None:
         super().__init__([_named(layers) for layers in experts])
+        if isinstance(apply_gate, nn.Module):
+            apply_gate = functools.partial(apply_gate)  # a registered module would count as an expert
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.onload: Onload | None = None
         self.is_late = False

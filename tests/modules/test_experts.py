@@ -357,6 +357,26 @@ def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grou
     ).norm() <= 1e-5 * many.norm()  # panels are multiplied by torch, in another order
 
 
+def test_an_activation_that_is_a_module_is_no_expert(native):
+    """Experts without a gate, such as those of Nemotron, are given the activation itself."""
+    torch.manual_seed(0)
+    layers = [
+        {
+            local: linear(FORMATS["fp8"], torch.randn(*shape), None)[0]
+            for local, shape in {"up_proj": (96, 64), "down_proj": (64, 96)}.items()
+        }
+        for _ in range(2)
+    ]
+    for layer in (layer for own in layers for layer in own.values()):
+        layer.kernel = KERNELS["cpp"]
+    experts = QuantizedExperts(layers, torch.nn.ReLU())
+    assert len(experts) == 2
+    inputs = torch.randn(3, 64), torch.tensor([[0, 1], [1, 2], [-1, 0]]), torch.rand(3, 2)
+    found = experts(*inputs)
+    assert torch.equal(found, one_by_one(experts, *inputs))
+    assert found.abs().sum() > 0
+
+
 @pytest.fixture
 def fast(native, pair):
     """The packed experts, with the compiled kernel."""
