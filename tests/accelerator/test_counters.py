@@ -7,7 +7,7 @@ import torch
 
 from hfq.offload.copy_stream import AcceleratorCopyStream
 from tests.support.accelerator_maps import LAYERS, MIXED
-from tests.support.models import GPTQ, load
+from tests.support.models import GPTQ, finish_reads, load
 
 pytestmark = pytest.mark.accelerator
 
@@ -25,21 +25,12 @@ def decode(sim, model) -> dict:
         state = model(torch.arange(8)[None].to("sim:0"), use_cache=True).past_key_values
         token = torch.tensor([[1]]).to("sim:0")
         model(token, past_key_values=state)
-        settle(model)
+        finish_reads(model)
         sim.take_counts()
         for _ in range(TOKENS):
             model(token, past_key_values=state)
-        settle(model)
+        finish_reads(model)
     return sim.take_counts()
-
-
-def settle(model) -> None:
-    """Waits until the units that were read ahead are read and their copies have started."""
-    offloader = model.hf_quantizer.loading.offloader
-    for index, unit in enumerate(offloader.units if offloader is not None else ()):
-        ticket = offloader.buffers[unit.device].ticket_of(index)
-        if ticket is not None:
-            ticket.wait()
 
 
 @pytest.fixture(scope="module")

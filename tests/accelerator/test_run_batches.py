@@ -7,7 +7,7 @@ import torch
 
 from hfq import run_batches
 from tests.support.accelerator_maps import LAYERS, MIXED, ORDERS
-from tests.support.models import GPTQ, load
+from tests.support.models import GPTQ, finish_reads, load
 
 pytestmark = pytest.mark.accelerator
 BATCHES = [torch.arange(2, 2 + 2 * length).reshape(2, length) for length in (3, 7, 1)]
@@ -64,15 +64,6 @@ def test_each_batch_may_have_streams_of_its_own(sim, expected, placement, order)
         found = [run_batches(model, BATCHES, run) for _ in range(2)]
     for results in found:
         assert all(torch.equal(one, both[0]) for one, both in zip(results, expected, strict=True))
-
-
-def finish_reads(model) -> None:
-    """Waits for the units that were read ahead."""
-    offloader = model.hf_quantizer.loading.offloader
-    for index, unit in enumerate(offloader.units):
-        ticket = offloader.buffers[unit.device].ticket_of(index)
-        if ticket is not None:
-            ticket.wait()
 
 
 def test_each_unit_is_copied_once_for_all_batches(sim):

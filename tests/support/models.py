@@ -1,5 +1,6 @@
 """Loads of models through hfq, and single forward passes, for all tests that do not test these."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
+from hfq.errors import HfqError
 from tests.support import tiny_models
 
-__all__ = ["GPTQ", "load", "logits"]
+__all__ = ["GPTQ", "finish_reads", "load", "logits"]
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 
@@ -49,3 +51,13 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """
     with torch.no_grad():
         return model(input_ids=tokens).logits
+
+
+def finish_reads(model: Any) -> None:
+    """Waits until the units read ahead are read and their copies have started; errors are not raised."""
+    offloader = model.hf_quantizer.loading.offloader
+    for index, unit in enumerate(offloader.units if offloader is not None else ()):
+        ticket = offloader.buffers[unit.device].ticket_of(index)
+        if ticket is not None:
+            with contextlib.suppress(HfqError, RuntimeError):
+                ticket.wait()
