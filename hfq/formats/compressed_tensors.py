@@ -49,6 +49,9 @@ from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["IntQuantized", "PackQuantized"]
 
+_OTHERS = ("modelopt", "bitsandbytes", "blockwise_int8", "gemma")
+"""Methods whose I8 weights other formats read."""
+
 
 @dataclass(frozen=True)
 class IntQuantized(ScaledCodes):
@@ -81,7 +84,7 @@ class IntQuantized(ScaledCodes):
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
             return None
-        if "SCB" in tensors or config.get("quant_method") in ("modelopt", "bitsandbytes", "blockwise_int8"):
+        if "SCB" in tensors or config.get("quant_method") in _OTHERS:
             return None
         refuse_transforms(config)
         group = group_of(module, config)

@@ -11,6 +11,7 @@ from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.blockwise_int8 import BlockwiseInt8
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gemma_qat import GemmaQat
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
@@ -112,6 +113,8 @@ def torchao(kind: str) -> Callable[[dict], str]:
     return schema
 
 
+GEMMA = {"quant_method": "gemma", "num_bits": 4, "module_quant_configs": None}
+SRQ = (("input_activation_scale", "F32", ()), ("output_activation_scale", "F32", ()))
 SCALARS = (("input_scale", "BF16", ()), ("output_scale", "BF16", ()))
 
 CASES = [
@@ -328,6 +331,10 @@ CASES = [
         BitNet(is_divided=False),
         {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
     ),
+    Case("gemma-qat-4bit", GemmaQat(others=SRQ), GEMMA),
+    Case("gemma-qat-2bit", GemmaQat(num_bits=2, others=SRQ), GEMMA | {"num_bits": 2}),
+    Case("gemma-qat-8bit", GemmaQat(num_bits=8), GEMMA | {"num_bits": 8}),
+    Case("gemma-qat-embedding", GemmaQat(is_embedding=True, blocks=4), GEMMA | {"quantize_embeddings": True}),
     Case(
         "blockwise-int8",
         BlockwiseInt8(block=(128, 128)),

@@ -28,6 +28,7 @@ METHODS = frozenset(
         "quark",
         "bitnet",
         "blockwise_int8",
+        "gemma",
         "w8a8_int8",
         "hfq",
     }

@@ -36,7 +36,6 @@ REFUSED = {
     "EXL2 / EXL3": ("q_weight and q_invperm, or trellis", _AGAIN),
     "SpQR": ("dense_weights and row_offsets", _AGAIN),
     "QuIP#": ("Qidxs", _AGAIN),
-    "Gemma QAT": ("quant_method='gemma'", _PLAIN),
     "FP-Quant": ("quant_method='fp_quant'", _PLAIN),
     "EETQ": ("quant_method='eetq'", _PLAIN),
     "Four Over Six": ("quant_method='fouroversix'", _PLAIN),
@@ -65,7 +64,6 @@ _SIGNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("QuIP#", frozenset({"Qidxs"})),
 )
 _METHODS = {
-    "gemma": "Gemma QAT",
     "fp_quant": "FP-Quant",
     "eetq": "EETQ",
     "fouroversix": "Four Over Six",

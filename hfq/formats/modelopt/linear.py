@@ -131,6 +131,8 @@ class ModeloptInt4(Format):
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
         if weight is None or weight.dtype != "U8" or len(weight.shape) != 2:
             return None
+        if config.get("quant_method") not in (None, "modelopt"):
+            return None
         is_named = config.get("quant_method") == "modelopt" and "AWQ" in str(config.get("quant_algo"))
         if scale is None or scale.dtype not in FLOATS or len(scale.shape) != 2:
             return cls(has_columns="pre_quant_scale" in tensors) if is_named else None

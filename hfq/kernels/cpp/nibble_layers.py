@@ -1,6 +1,6 @@
 """Descriptions of layers of rows of 4-bit codes.
 
-Formats: MXFP4, NVFP4, MLX, pack-quantized, AWQ's gemv and gemv_fast, and bitsandbytes.
+Formats: MXFP4, NVFP4, MLX, pack-quantized, Gemma QAT, AWQ's gemv and gemv_fast, and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.gemma_qat import GemmaQat
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.layouts.fp4 import E2M1, Fp4Format
 from hfq.formats.mlx.affine import Mlx
@@ -26,6 +27,7 @@ from hfq.kernels.cpp.layer_struct import (
     DTYPES,
     E4M3_SCALED,
     GROUP_WORDS,
+    INT8,
     NESTED,
     NIBBLES,
     NONE,
@@ -35,7 +37,7 @@ from hfq.kernels.cpp.layer_struct import (
     CppLayer,
 )
 
-__all__ = ["awq_rows", "bnb", "fp4", "mlx_affine", "pack_quantized"]
+__all__ = ["awq_rows", "bnb", "fp4", "gemma_qat", "mlx_affine", "pack_quantized"]
 
 _CODES = tuple(float(code) for code in range(16))
 _OFFSET = tuple(float(code - 8) for code in range(16))
@@ -168,6 +170,47 @@ def pack_quantized(
         offset=offset,
         index=index.data_ptr() if index is not None else None,
         index_nbytes=index.element_size() if index is not None else 0,
+    )
+
+
+def _against_gemma(weight_format: GemmaQat, in_features: int) -> str | None:
+    """Returns why the C++ library cannot multiply by such a layer, or None."""
+    if weight_format.num_bits == 2:
+        return "it reads 4-bit and 8-bit codes of gemma-qat only"
+    span = in_features // weight_format.blocks
+    return "a row or block ends within a byte" if weight_format.num_bits == 4 and span % 2 else None
+
+
+@reads(GemmaQat, refuses=_against_gemma)
+def gemma_qat(
+    weight_format: GemmaQat, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> CppLayer:
+    codes, scale = tensors[weight_format.codes_name], tensors[weight_format.scale_name]
+    integers, unit, offset = _INTEGERS[_OFFSET]
+    is_nibble = weight_format.num_bits == 4
+    values: dict = {
+        "bits": 4,
+        "values": ctypes.addressof(_VALUES[_OFFSET]),
+        "integers": ctypes.addressof(integers),
+        "unit": unit,
+        "offset": offset,
+    }
+    return CppLayer(
+        codes=codes.data_ptr(),
+        row_nbytes=codes.shape[1],
+        scales=scale.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=NIBBLES if is_nibble else INT8,
+        shared=1.0,
+        block_out=1,
+        block_in=in_features // weight_format.blocks,
+        scale_stride=weight_format.blocks,
+        scale_step=1,
+        groups=weight_format.blocks,
+        scale_dtype=SCALES[scale.dtype],
+        row_zeros=NONE,
+        **(values if is_nibble else {}),
     )
 
 

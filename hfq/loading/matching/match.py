@@ -34,7 +34,7 @@ from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 __all__ = ["CheckpointMatch", "QuantizedModuleMatch", "match_model"]
 
 _CACHE_SCALES = re.compile(
-    r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$"
+    r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_(bias|cache_scale))$"
 )
 _FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 _UNQUANTIZED = Unquantized()
@@ -262,7 +262,7 @@ class _Matcher:
                 own = {
                     local: info
                     for local, info in tensors.items()
-                    if target_module.kind == "weight" and f"{name}.{local}" in self.parameters
+                    if target_module.kind in ("weight", "table") and f"{name}.{local}" in self.parameters
                 }
                 own.pop("weight", None)
                 self._add_unquantized(own)

@@ -71,7 +71,6 @@ SEEN = [
     ("EXL2 / EXL3", {"quant_method": "exl3"}, {"trellis": WORDS.short(), "suh": FLOATS, "svh": FLOATS}),
     ("SpQR", {"quant_method": "spqr"}, {"dense_weights": WORDS, "row_offsets": WORDS, "col_vals": WORDS}),
     ("QuIP#", {"quant_method": "quip"}, {"Qidxs": WORDS.short(), "SU": FLOATS, "SV": FLOATS}),
-    ("Gemma QAT", {"quant_method": "gemma", "num_bits": 4}, {"weight": BYTES, "weight_scale": FLOATS[:, :1]}),
     ("FP-Quant", {"quant_method": "fp_quant"}, {"qweight": BYTES, "scales": BYTES, "dqweight": FLOATS[:0]}),
     ("EETQ", {"quant_method": "eetq"}, {"weight": WORDS.char(), "weight_scales": FLOATS[0].half()}),
     ("Four Over Six", {"quant_method": "fouroversix"}, {"weight": BYTES, "weight_scale": BYTES}),
@@ -146,7 +145,7 @@ def test_half_of_a_sign_is_no_sign(local, tmp_path):
 
 
 def test_a_plugin_reads_a_format_that_hfq_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("hfq.formats.detection.plugins._loaded", {"gemma"})
+    monkeypatch.setattr("hfq.formats.detection.plugins._loaded", {"higgs"})
     tensors = {"weight": FLOATS.to(torch.float8_e4m3fn), "weight_scale": FLOATS[:, :1]}
     checkpoint = Checkpoint.open(write(tmp_path, {}, tensors))
-    assert detect_formats(tensors_by_module(checkpoint.tensors), {"quant_method": "gemma"})
+    assert detect_formats(tensors_by_module(checkpoint.tensors), {"quant_method": "higgs"})

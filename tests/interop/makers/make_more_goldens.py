@@ -29,6 +29,7 @@ from writing import stored
 
 OUTPUT = Path(__file__).parents[2] / "data" / "goldens"
 QUERY, OUTPUT_PROJECTION, EXPERTS = "self_attn.q_proj", "self_attn.o_proj", "mlp.experts"
+EMBEDDING = "model.embed_tokens"
 LIMIT = 5 * 1024
 TINY = {
     "hidden_size": 64,
@@ -39,6 +40,7 @@ TINY = {
     "head_dim": 16,
 }
 NARROW = TINY | {"hidden_size": 32, "head_dim": 32}  # its o_proj is [32, 64]
+ODD = TINY | {"hidden_size": 62}  # its rows end within a byte
 FEW = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
 GROUPED = TINY | {"hidden_size": 160, "head_dim": 8}  # quanto forms no groups in rows of 128 or less
 
@@ -133,6 +135,9 @@ def transformers(m) -> dict[str, tuple]:
         "mxfp4-gptoss": (lambda folder: m.mxfp4(folder, **FEW), EXPERTS),
         "bitnet-bitlinear": (m.bitnet("bitlinear", **TINY), QUERY),
         "bitnet-autobitlinear": (m.bitnet("autobitlinear", **TINY), QUERY),
+        "gemma-4bit": (m.gemma("llama", 4, **TINY), QUERY),
+        "gemma-2bit": (m.gemma("llama", 2, **ODD), QUERY),
+        "gemma-embedding": (m.gemma("llama", 4, 4, 4, **TINY | {"vocab_size": 48}), EMBEDDING),
     }
 
 
@@ -229,7 +234,7 @@ def cut(
 
 
 def write(name: str, peer: str, module, maker, local: str, output: Path) -> None:
-    prefix = f"model.layers.0.{local}"
+    prefix = local if local == EMBEDDING else f"model.layers.0.{local}"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoint"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Maker of checkpoints in the formats of transformers: fine-grained FP8, MXFP4 of gpt-oss, BitNet.
+"""Maker of checkpoints in the formats of transformers: fine-grained FP8, MXFP4 of gpt-oss, BitNet, Gemma QAT.
 
     python make_transformers.py OUTPUT
 
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import FineGrainedFP8Config
 from transformers.integrations.bitnet import pack_weights, unpack_weights
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.gemma_quant import QuantizedEmbedding, QuantizedLinear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from writing import build, rewrite, run_all, save_dense, stock_error, stored, write_reference
 
@@ -132,6 +133,48 @@ def bitnet(linear_class: str, **sizes):
     return make
 
 
+def encode_gemma(weight: torch.Tensor, bits: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of a weight, and a scale for each block of a row."""
+    half, share = 1 << (bits - 1), 8 // bits
+    grouped = weight.float().unflatten(1, (blocks, -1))
+    scale = grouped.abs().amax(2) / (half - 0.5)
+    codes = (grouped / scale[:, :, None]).round().clamp(-half, half - 1).flatten(1).to(torch.int8)
+    if bits == 8:
+        return codes, scale
+    parts = pad(codes + half, (0, -codes.shape[1] % share)).to(torch.uint8).unflatten(1, (-1, share))
+    return sum(parts[:, :, place] << bits * place for place in range(share)), scale
+
+
+def gemma(kind: str, bits: int, embedding_bits: int = 0, blocks: int = 1, **sizes):
+    """Returns a maker of checkpoints that the quantized layers of transformers dequantize."""
+
+    def make(folder):
+        model = build(kind, **sizes)
+        save_dense(model, folder)
+        packed, dense = {}, {}
+        for name, tensor in stored(folder).items():
+            packed[name] = dense[name] = tensor
+            module, (rows, columns) = name.removesuffix(".weight"), (*tensor.shape, 0)[:2]
+            if embedding_bits and "embed_tokens" in name:
+                layer = QuantizedEmbedding(rows, columns, torch.float32, num_bits=embedding_bits)
+                codes, scale = encode_gemma(tensor, embedding_bits, blocks)
+                layer.embedding_quantized.data, layer.embedding_scale.data = codes, scale
+                del packed[name]
+                packed |= {f"{module}.embedding_quantized": codes, f"{module}.embedding_scale": scale}
+                dense[name] = layer.weight
+            elif not re.search(DENSE, name):
+                layer = QuantizedLinear(columns, rows, num_bits=bits)
+                layer.weight.data, layer.weight_scale.data = encode_gemma(tensor, bits, 1)
+                packed |= {f"{module}.{local}": value for local, value in layer.state_dict().items()}
+                dense[name] = layer._dequantize_weights()
+        config = {"quant_method": "gemma", "num_bits": bits, "quantize_embeddings": embedding_bits > 0}
+        overrides = {"embed_tokens": {"num_bits": embedding_bits}} if embedding_bits else None
+        rewrite(folder, packed, config | {"module_quant_configs": overrides})
+        write_reference(folder, dense, "transformers' QuantizedLinear and QuantizedEmbedding in float32")
+
+    return make
+
+
 GRANITE = tuple(f"model.layers.{layer}.block_sparse_moe" for layer in range(2))
 SHARED_GATES = tuple(f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2))
 MAKERS = {
@@ -151,6 +194,11 @@ MAKERS = {
     "fp8-qwen2-tied": fp8("qwen2"),
     "bitnet-bitlinear": bitnet("bitlinear"),
     "bitnet-autobitlinear": bitnet("autobitlinear"),
+    "gemma-4bit": gemma("llama", 4),
+    "gemma-2bit": gemma("llama", 2),
+    "gemma-8bit": gemma("llama", 8),
+    "gemma-embedding": gemma("gemma3_text", 4, 8, tie_word_embeddings=True),
+    "gemma-embedding-blocks": gemma("gemma3_text", 4, 4, 4, tie_word_embeddings=True),
 }
 
 if __name__ == "__main__":

@@ -1,18 +1,36 @@
 """Tests of heads that are tied to a quantized embedding, as mlx-lm writes them."""
 
+import dataclasses
+import inspect
 import json
+import re
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfq import FormatError
+from hfq.formats.gemma_qat import GemmaQat
 from hfq.formats.mlx.affine import Mlx
+from hfq.loading.matching.target_modules import SCALED_EMBEDDINGS
+from hfq.modules.embedding import QuantizedEmbedding
 from tests.support import tiny_models
 from tests.support.models import load, logits
 
 QUANTIZATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 IDS = torch.tensor([[1, 40, 77, 9]])
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
 
 
 def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
@@ -83,3 +101,43 @@ def test_where_the_configs_two_copies_differ_quantization_config_counts(tmp_path
     )
     with pytest.raises(FormatError, match="contradict the config"):
         load(path)
+
+
+def scaled_embedding(folder):
+    """Writes a Gemma 3 whose embedding is quantized, and tied to its head."""
+    sizes = {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **sizes)).eval()
+    weight_format, tensors = GemmaQat(is_embedding=True, num_bits=8), dict(model.state_dict())
+    del tensors["lm_head.weight"]
+    packed = weight_format.quantize(tensors.pop(f"{EMBEDDING}.weight"))
+    tensors |= {f"{EMBEDDING}.{local}": tensor for local, tensor in packed.items()}
+    path = tiny_models.write_model(folder, tensors, None)
+    config = {**model.config.to_dict(), "architectures": ["Gemma3ForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gemma"}}))
+    found = dataclasses.replace(weight_format, size=tuple(model.model.embed_tokens.weight.shape))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(found.dequantize(packed))
+    return path, model
+
+
+def test_a_scaled_embedding_looks_up_rows_and_shares_its_bytes_with_the_head(tmp_path, monkeypatch):
+    path, plain = scaled_embedding(tmp_path / "source")
+    expected = logits(plain, IDS)
+    model = load(path)
+    assert type(model.model.embed_tokens.packed_weight) is QuantizedEmbedding
+    monkeypatch.setattr(GemmaQat, "dequantize", lambda *_: pytest.fail("the whole table was dequantized"))
+    resident = logits(model, IDS)
+    assert (resident - expected).norm() <= 1e-5 * expected.norm()
+    for device_map in ({"": "cpu", EMBEDDING: "disk"}, {"": "disk"}):
+        assert torch.equal(logits(load(path, device_map), IDS), resident)
+    model.save_pretrained(tmp_path / "saved")
+    assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(path)
+
+
+@pytest.mark.parametrize("name", SCALED_EMBEDDINGS)
+def test_the_forward_of_a_scaled_embedding_is_what_hfq_computes(name):
+    family = re.sub(r"(?<=.)(?=[A-Z][a-z])", "_", name.removesuffix("TextScaledWordEmbedding")).lower()
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    body = inspect.getsource(getattr(module, name).forward).split("\n", 1)[1].strip()
+    assert body == "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"

@@ -1,7 +1,7 @@
 """Descriptions of layers of packed integers.
 
-Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, ModelOpt int4, BitNet, and Quark's
-int4 and uint4.
+Formats: GPTQ, AWQ, pack-quantized, MLX, HQQ, quanto, ModelOpt int4, BitNet, Gemma QAT,
+and Quark's int4 and uint4.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.bitnet import BitNet
 from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.gemma_qat import GemmaQat
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
 from hfq.formats.mlx.affine import Mlx
@@ -24,7 +25,18 @@ from hfq.formats.quark import QuarkInt4
 from hfq.kernels.cuda.layers.descriptions import describes
 from hfq.kernels.cuda.layers.layout import PLANES, Layer, Layout, Place
 
-__all__ = ["awq", "bitnet", "gptq", "hqq", "mlx", "modelopt_int4", "pack_quantized", "quanto", "quark"]
+__all__ = [
+    "awq",
+    "bitnet",
+    "gemma_qat",
+    "gptq",
+    "hqq",
+    "mlx",
+    "modelopt_int4",
+    "pack_quantized",
+    "quanto",
+    "quark",
+]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -199,6 +211,21 @@ def bitnet(weight_format: BitNet, tensors: Tensors, out_features: int, in_featur
     layout = _flat("integers", 2, 4, "plain", max(in_features, 1), in_features, False)
     layout = dataclasses.replace(layout, word=8, middle=1.0, divides=weight_format.is_divided)
     return Layer(layout, codes, tensors["weight_scale"], out_features, in_features, slab=codes.numel())
+
+
+@describes(GemmaQat)
+def gemma_qat(weight_format: GemmaQat, tensors: Tensors, out_features: int, in_features: int) -> Layer:
+    """Describes rows of bytes; codes of 8 bits are in two's complement."""
+    codes, scale, bits = (
+        tensors[weight_format.codes_name],
+        tensors[weight_format.scale_name],
+        weight_format.num_bits,
+    )
+    middle = 0.0 if bits == 8 else float(1 << (bits - 1))
+    span = max(in_features // weight_format.blocks, 1)
+    layout = Layout("integers", bits, word=8, signed=bits == 8, middle=middle, span=span)
+    steps: Any = {"code_other": codes.shape[1], "scale_n": weight_format.blocks, "scale_g": 1}
+    return Layer(layout, codes.view(torch.uint8), scale, out_features, in_features, **steps)
 
 
 def _flat(
