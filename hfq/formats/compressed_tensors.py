@@ -41,6 +41,7 @@ from hfq.formats.configs.compressed_tensors_config import (
     refuse_float,
     refuse_transforms,
 )
+from hfq.formats.configs.fp8_config import is_fp4_expert
 from hfq.formats.configs.quark_config import is_quark, read_dtype, read_inputs, weight_specs
 from hfq.formats.layouts.row_order import PackOrder
 from hfq.formats.layouts.scaled import Others, ScaledCodes, other_specs, other_tensors
@@ -85,6 +86,8 @@ class IntQuantized(ScaledCodes):
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
             return None
         if "SCB" in tensors or config.get("quant_method") in _OTHERS:
+            return None
+        if is_fp4_expert(tensors, config):
             return None
         refuse_transforms(config)
         group = group_of(module, config)

@@ -3,6 +3,7 @@
     weight                         F8_E4M3 or F8_E5M2 [out, in]
     weight_scale_inv               the scale in files of transformers, DeepSeek, Qwen; a multiplier in
                                    spite of its name (but see `reciprocal`)
+    scale                          the scale in files of DeepSeek-V4
     weight_scale                   the scale in files of compressed-tensors, AutoFP8 and vLLM, fbgemm_fp8,
                                    ModelOpt
     activation_scale, input_scale  the static scale of the activations, optional
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 Strategy = Literal["tensor", "channel", "group", "block"]
 _CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 _INPUT_SCALE_NAMES = ("activation_scale", "input_scale")
 _POWERS = ("F8_E8M0", "U8")
 _SCALES = (*FLOATS, *_POWERS)
@@ -119,6 +120,7 @@ class Fp8(Fp8Shards, Fp8Order):
             ("fp8-gptqmodel-reciprocal",),
             ("gptqmodel-fp8-row",),
         ),
+        FormatVariant("FP8 of DeepSeek-V4", "DeepSeek", "weight, scale F8_E8M0", ("fp8-block-deepseek",)),
         FormatVariant(
             "Quark fp8, ptpc_fp8",
             "amd-quark",
@@ -152,9 +154,10 @@ class Fp8(Fp8Shards, Fp8Order):
         if is_quark(config):
             read_dtype(module, weight, config, ("fp8_e4m3" if weight.dtype == "F8_E4M3" else "fp8_e5m2",))
         hints = read_hints(module, config)
+        usual = "weight_scale_inv" if hints.block or hints.reciprocal else "weight_scale"
         scale_name = next(
             (name for name in _SCALE_NAMES if name in tensors),
-            _SCALE_NAMES[0 if hints.block or hints.reciprocal else 1],
+            usual if config.get("expert_dtype") is None else "scale",
         )
         scale = tensors.get(scale_name)
         input_scale_name = next((name for name in _INPUT_SCALE_NAMES if name in tensors), None)

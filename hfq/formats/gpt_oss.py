@@ -34,6 +34,7 @@ class GptOssMxfp4(Fp4Format):
     name = "mxfp4-blocks"
     resolves_each_value = True
     group_size = 32
+    scale_name = "scales"
     variants = (
         FormatVariant(
             "MXFP4 experts of gpt-oss",

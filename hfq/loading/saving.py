@@ -14,11 +14,13 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import SIDE_FILES, is_declared
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.loading.whole_save import least_nbytes, whole_save
 from hfq.modules.flat_buffer import map_tensor
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["SIDE_FILES", "declared_like", "like_source", "stored_state"]
 
@@ -64,6 +66,7 @@ def stored_state(
             tensor = map_tensor(reader, place).to(tensor.dtype)
         # both names of a tie are written if both are stored
         if place is not None and name not in match.merged:
+            tensor = _narrowed(tensor, place, getattr(model, "dtype", torch.float32))
             stored[place.name] = (
                 tensor.clone() if name in getattr(model, "all_tied_weights_keys", {}) else tensor
             )
@@ -137,6 +140,20 @@ def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
 
 def _is_same(source: Path, target: Path) -> bool:
     return target.exists() and target.samefile(source)
+
+
+def _narrowed(tensor: torch.Tensor, place: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor that transformers keeps in float32 as it was stored, if nothing is lost.
+
+    Args:
+        tensor: The tensor.
+        place: The tensor in the checkpoint.
+        dtype: The dtype of the model; a model in float32 is saved in float32.
+    """
+    if torch.float32 in (dtype, torch_dtype(place.dtype)) or tensor.dtype != torch.float32:
+        return tensor
+    narrow = tensor.to(torch_dtype(place.dtype))
+    return narrow if torch.equal(narrow.to(torch.float32), tensor) else tensor
 
 
 def _is_tied(name: str, model: nn.Module, match: CheckpointMatch) -> bool:

@@ -10,6 +10,7 @@ from hfq.formats.bitnet import BitNet
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.blockwise_int8 import BlockwiseInt8
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
+from hfq.formats.deepseek_v4 import DeepseekMxfp4
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gemma_qat import GemmaQat
 from hfq.formats.gpt_oss import GptOssMxfp4
@@ -113,6 +114,13 @@ def torchao(kind: str) -> Callable[[dict], str]:
     return schema
 
 
+DEEPSEEK = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
 GEMMA = {"quant_method": "gemma", "num_bits": 4, "module_quant_configs": None}
 SRQ = (("input_activation_scale", "F32", ()), ("output_activation_scale", "F32", ()))
 SCALARS = (("input_scale", "BF16", ()), ("output_scale", "BF16", ()))
@@ -330,6 +338,12 @@ CASES = [
         "bitnet-autobitlinear",
         BitNet(is_divided=False),
         {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
+    ),
+    Case("mxfp4-deepseek", DeepseekMxfp4(), DEEPSEEK | {"expert_dtype": "fp4"}),
+    Case(
+        "fp8-block-deepseek",
+        Fp8(strategy="block", block_structure=(64, 64), scale_name="scale", scale_dtype="F8_E8M0"),
+        DEEPSEEK | {"weight_block_size": [64, 64], "expert_dtype": "fp4"},
     ),
     Case("gemma-qat-4bit", GemmaQat(others=SRQ), GEMMA),
     Case("gemma-qat-2bit", GemmaQat(num_bits=2, others=SRQ), GEMMA | {"num_bits": 2}),

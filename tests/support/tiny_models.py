@@ -14,7 +14,7 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 DATA = Path(__file__).parents[1] / "data"
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 SHARED_2026 = SHARED.with_name("checkpoints_2026")
-UNREAD = frozenset({"dsv4-fp8-fp4experts", "qmoe-switch"})
+UNREAD = frozenset({"qmoe-switch"})
 """Folders of `SHARED_2026` that raise an error which names their format."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -23,7 +23,7 @@ from hfq.formats.configs.compressed_tensors_config import (
 from hfq.formats.configs.quark_config import read_inputs
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["Hints", "guess_block", "read_hints"]
+__all__ = ["Hints", "guess_block", "is_fp4_expert", "read_hints"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,22 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
     )
     scheme = read_activations(activations, {})
     return Hints(block=block, group_size=group_size, scheme=scheme, is_static=is_static)
+
+
+def is_fp4_expert(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
+    """Returns True if a module is an FP4 expert of DeepSeek-V4.
+
+    Its codes are stored as I8. The dtype of the scale or the config tells it.
+    """
+    weight, scale = tensors.get("weight"), tensors.get("scale")
+    if (
+        weight is None
+        or weight.dtype != "I8"
+        or len(weight.shape) != 2
+        or config.get("quant_method") != "fp8"
+    ):
+        return False
+    return config.get("expert_dtype") == "fp4" or (scale is not None and scale.dtype == "F8_E8M0")
 
 
 def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4: bool) -> tuple[int, int]:

@@ -68,11 +68,14 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
         source: Its `quantization_config`.
 
     Returns:
-        The keys of the config, and the keys that only its copies in side files contain. Three keys are added:
+        The keys of the config, and the keys that only its copies in side files contain. Four keys are added:
             `__metadata__` (of the safetensors files), `__smoothed__` (True if any int8 layer has ModelOpt's
-            `pre_quant_scale`), and `quanto_qmap` (optimum-quanto's side file).
+            `pre_quant_scale`), `quanto_qmap` (optimum-quanto's side file), and `expert_dtype` (DeepSeek-V4
+            states it outside of the config).
     """
+    expert_dtype = checkpoint.config.get("expert_dtype")
     hints = {
+        **({} if expert_dtype is None else {"expert_dtype": expert_dtype}),
         **(source or {}),
         "__metadata__": checkpoint.metadata(),
         "__smoothed__": _is_smoothed(checkpoint),

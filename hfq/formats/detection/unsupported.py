@@ -44,7 +44,6 @@ REFUSED = {
     "QQQ": ("quant_method='qqq'", _AGAIN),
     "QMoE": ("quant_method='qmoe'", _AGAIN),
     "Quark int2 / int3 / int8 in groups / MX": ("the dtype of weights in quark's config", _PLAIN),
-    "DeepSeek-V4": ("weight F8_E4M3 or I8, and scale F8_E8M0; or fp8 with weight I8", _PLAIN),
 }
 """Unsupported formats: format → (how hfq recognizes it, the fix).
 
@@ -76,12 +75,6 @@ _METHODS = {
 
 A config names them and their tensors do not.
 """
-
-_CODES: tuple[tuple[str, str | None, dict[str, set[str]]], ...] = (
-    ("DeepSeek-V4", None, {"weight": {"I8", "F8_E4M3"}, "scale": {"F8_E8M0"}}),
-    ("DeepSeek-V4", "fp8", {"weight": {"I8"}}),
-)
-"""Formats that the dtypes of tensors tell: (format, `quant_method` or None for any, {tensor: dtypes})."""
 
 _FLOAT_CODES = ("fp4 e8m0", "fp4 e5m3", "fp4 fp8_e4m3", "fp6_e3m2 e8m0", "fp6_e2m3 e8m0")
 """What Quark packs in bytes and hfq reads, as `float_codes` names it."""
@@ -137,11 +130,6 @@ def _refuse_quark(module: str, codes: TensorInfo, config: Mapping) -> None:
 def _signs_of(tensors: Mapping[str, TensorInfo], method: object) -> Iterator[tuple[str, Collection[str]]]:
     """Yields (format, names of the tensors that tell it) for a module in a format of `REFUSED`."""
     yield from ((variant, sign) for variant, sign in _SIGNS if sign <= tensors.keys())
-    for variant, named, dtypes in _CODES:
-        if named in (None, method) and all(
-            local in tensors and tensors[local].dtype in allowed for local, allowed in dtypes.items()
-        ):
-            yield variant, dtypes.keys()
 
 
 def refused(variant: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:

@@ -38,11 +38,13 @@ class Fp4Format(Format):
     """Base class of the FP4 formats, which define their own tensor names.
 
     Attributes:
+        scale_name: The local name of the scales of groups.
         scheme: The activation quantization that the checkpoint requests.
         others: Tensors that are saved unchanged and that no weight depends on: (name, dtype, shape).
     """
 
     num_bits: ClassVar[int] = 4
+    scale_name: ClassVar[str] = "weight_scale"
     scheme: ActivationScheme | None = None
     others: Others = ()
 

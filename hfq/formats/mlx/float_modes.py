@@ -45,6 +45,7 @@ class MlxFp4(MlxWords, Fp4Format):
 
     name = "mlx-fp4"
     resolves_each_value = True
+    scale_name = "scales"
     variants = (
         FormatVariant(
             "MLX mxfp4, nvfp4",

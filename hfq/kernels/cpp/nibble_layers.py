@@ -13,6 +13,7 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.deepseek_v4 import DeepseekMxfp4
 from hfq.formats.gemma_qat import GemmaQat
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.layouts.fp4 import E2M1, Fp4Format
@@ -59,14 +60,14 @@ _INTEGERS = {
 _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 
 
-@reads(Mxfp4, GptOssMxfp4, MlxFp4)
+@reads(Mxfp4, GptOssMxfp4, DeepseekMxfp4, MlxFp4)
 @reads(Nvfp4, reads_values=True)
 def fp4(
     weight_format: Fp4Format, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """Describes a layer of MXFP4, MXINT4, NVFP4, MLX's mxfp4 or nvfp4, or an expert of gpt-oss."""
+    """Describes a layer of MXFP4, MXINT4, NVFP4, or MLX's mxfp4 or nvfp4."""
     codes = tensors[weight_format.codes_name]
-    scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4 | MlxFp4) else "weight_scale"]
+    scale = tensors[weight_format.scale_name]
     is_e4m3 = isinstance(weight_format, MlxFp4) and weight_format.mode == "nvfp4"  # as bytes
     shared = float(tensors[weight_format.global_name]) if isinstance(weight_format, Nvfp4) else 1.0
     divides = isinstance(weight_format, Nvfp4) and weight_format.global_name == "weight_global_scale"

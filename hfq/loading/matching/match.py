@@ -52,7 +52,8 @@ class CheckpointMatch:
         halved: Linear layers that the checkpoint stores as two layers.
         resized: Stored tensors of parameters that are initialized, since their shapes differ.
         unused: Stored tensors that match no parameter.
-        kept: Unused tensors that a save writes back, such as the scales of a quantized KV cache.
+        kept: Unused tensors that a save writes back, such as the scales of a quantized KV cache, and layers
+            that predict further tokens.
         problems: Mismatches, one line each.
     """
 
@@ -242,7 +243,8 @@ class _Matcher:
         name = weight.rpartition(".")[0]
         target = self._submodules.get(name)
         if target is None and names.is_ignored(f"{module}.weight"):
-            match.unused += [info.part_of or info.name for info in tensors.values()]
+            for info in tensors.values():
+                self._leave(info)
         elif merged or (target is None and names.is_within(name, self._submodules)):
             match.problems.append(
                 f"{module}: quantized as {found.describe()}, but "
@@ -333,6 +335,11 @@ class _Matcher:
                 )
         return found, [local for local in specs if local in tensors]
 
+    def _leave(self, info: TensorInfo) -> None:
+        """Adds a tensor that has no place in the model; those that predict further tokens are kept."""
+        kind = self.match.kept if self._names.is_predicting(info.name) else self.match.unused
+        kind.append(info.part_of or info.name)
+
     def _add_unquantized(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names
         for info in tensors.values():
@@ -342,7 +349,7 @@ class _Matcher:
                 match.kept.append(info.name)
                 continue
             if place is None:
-                match.unused.append(info.part_of or info.name)
+                self._leave(info)
                 if names.is_within(name, self._submodules) and not names.is_ignored(info.name):
                     match.problems.append(f"{info.name}: unexpected.{match.hint(name, self.parameters)}")
                 continue

@@ -15,6 +15,9 @@ __all__ = ["Names", "owner_of"]
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)attn\.(masked_)?bias$")
 """Buffers in files of older versions, which models do not have today."""
 
+_PREDICTING = r"(^|\.)mtp\."
+"""Layers that predict further tokens (DeepSeek-V4, Qwen3-Next)."""
+
 
 class Names:
     """Map from stored names to names in one model.
@@ -31,14 +34,12 @@ class Names:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._experts: dict[str, str] = {}
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
-        ignored = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            *_OLD_BUFFERS,
-            *_predicting_layers(model),
-        }
+        predicting = {_PREDICTING, *_predicting_layers(model)}
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS, *predicting}
         if not any("lm_head" in name for name in self._tensors):
             ignored.add(r"(^|\.)lm_head\.")  # only the class with a head has one
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
+        self._predicting = re.compile("|".join(f"({pattern})" for pattern in predicting))
 
     def in_model(self, stored: str) -> tuple[str, bool]:
         """Returns the name in the model, and True if transformers merges or splits the tensor."""
@@ -64,6 +65,10 @@ class Names:
     def is_ignored(self, stored: str) -> bool:
         """Returns True if the model class or its config allows this tensor to match no parameter."""
         return self._ignored.search(stored) is not None
+
+    def is_predicting(self, stored: str) -> bool:
+        """Returns True if this tensor belongs to a layer that predicts further tokens."""
+        return self._predicting.search(stored) is not None
 
     def is_within(self, name: str, submodules: Mapping[str, nn.Module]) -> bool:
         """Returns True if a name that matches nothing is inside a submodule of the model."""

@@ -81,13 +81,6 @@ SEEN = [
     (OTHER_QUARK, quark("uint2", "per_group"), {"weight": BYTES, "weight_scale": FLOATS}),
     (OTHER_QUARK, quark("mx", "None"), {"weight": BYTES}),
     (OTHER_QUARK, quark("int8", "per_group"), {"weight": WORDS.char(), "weight_scale": FLOATS}),
-    ("DeepSeek-V4", FP8, {"weight": WORDS.char(), "scale": POWERS}),
-    ("DeepSeek-V4", FP8, {"weight": FLOATS.to(torch.float8_e4m3fn), "scale": POWERS}),
-    (
-        "DeepSeek-V4",
-        FP8 | {"expert_dtype": "fp4"},
-        {"weight": WORDS.char(), "weight_scale_inv": FLOATS},
-    ),
 ]
 IDS = [f"{variant}, {', '.join(tensors)}" for variant, _, tensors in SEEN]
 

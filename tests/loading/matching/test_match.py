@@ -61,10 +61,25 @@ def test_a_layer_that_predicts_further_tokens_is_left_out_where_the_config_has_i
         load_as_is(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    expected = load(tmp_path / "without", tensors)
+    model, expected = load_as_is(path), load(tmp_path / "without", tensors)
     with torch.no_grad():
         ids = torch.tensor([[1, 40, 77, 9]])
-        assert torch.equal(load_as_is(path)(ids).logits, expected(ids).logits)
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    model.save_pretrained(tmp_path / "saved")
+    saved, source = tiny_models.digests(tmp_path / "saved"), tiny_models.digests(path)
+    assert saved.keys() == source.keys()
+    left_out = [name for name in source if "layers.2." in name]
+    assert {name: saved[name] for name in left_out} == {name: source[name] for name in left_out}
+
+
+def test_tensors_under_mtp_are_left_out_and_saved_again(tensors, tmp_path):
+    more = {
+        name.replace("model.layers.1.", "mtp.0."): t for name, t in tensors.items() if "layers.1." in name
+    }
+    path = tiny_models.write_model(tmp_path / "source", tensors | more, CONFIG)
+    load_as_is(path).save_pretrained(tmp_path / "saved")
+    saved, source = tiny_models.digests(tmp_path / "saved"), tiny_models.digests(path)
+    assert {name: saved[name] for name in more} == {name: source[name] for name in more}
 
 
 def test_metadata_of_torchao_may_have_the_names_of_the_model_where_the_file_has_others(tmp_path):

@@ -26,10 +26,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @describes(Fp4Format)
 def fp4(weight_format: Fp4Format, tensors: Tensors, out_features: int, in_features: int) -> Layer:
-    """Describes MXFP4, MXINT4, NVFP4, MLX's mxfp4 and nvfp4, and experts of gpt-oss."""
+    """Describes MXFP4, MXINT4, NVFP4, and MLX's mxfp4 and nvfp4."""
     codes = tensors[weight_format.codes_name].view(torch.uint8)
     kind: Any
-    scale, kind = stored_scale(tensors["scales" if "scales" in tensors else "weight_scale"])
+    scale, kind = stored_scale(tensors[weight_format.scale_name])
     if isinstance(weight_format, Nvfp4E5m3):
         kind = "e5m3"
     elif getattr(weight_format, "mode", None) == "nvfp4":
