@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = [
     "DTYPE_BITS",
@@ -57,8 +57,7 @@ DEVICE_ALIGNMENT = 256
 """Alignment in bytes of each tensor in the memory of an accelerator, as its own allocations have."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """A range of `nbytes` bytes of `file` that starts at byte `offset`."""
 
     file: str
@@ -126,8 +125,7 @@ class Blocks:
         return not self.is_layer and (self.rows is not None or self.function is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One stored tensor as the header of its file describes it.
 
     Attributes:

@@ -22,6 +22,9 @@ __all__ = ["BUFFER_ALIGNMENT", "ReadBuffer", "ReadPlan", "Request", "ModuleRead"
 BUFFER_ALIGNMENT = DEVICE_ALIGNMENT
 """Alignment in bytes of each flat buffer in a read buffer."""
 
+Layout = tuple[dict[str, Segment], int]
+"""Segments of a flat buffer by checkpoint name, and its bytes."""
+
 _GAP = 64 << 10
 _MOST_BYTES = 16 << 20
 _MOST_TARGETS = 512
@@ -46,7 +49,7 @@ class ReadBuffer:
     is_pinned: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ModuleRead:
     """The tensors of one module, and their destination during the load.
 
@@ -56,8 +59,8 @@ class ModuleRead:
         how: `read` into a buffer, `mapped` from the file, or left on `disk`.
         why: The reason, for people.
         infos: The stored tensors, by checkpoint name.
-        buffer: For `read`: the name of the buffer.
-        offset: For `read`: the offset of the flat buffer in it.
+        buffer: For `read`: the name of the buffer, which `plan_reads` completes.
+        offset: For `read`: the offset of the flat buffer in it, which `plan_reads` sets.
         alignment: Alignment in bytes of each tensor in the flat buffer.
     """
 
@@ -69,28 +72,23 @@ class ModuleRead:
     buffer: str = ""
     offset: int = 0
     alignment: int = SEGMENT_ALIGNMENT
+    _layout: Layout | None = field(default=None, init=False, repr=False, compare=False)
 
-    @cached_property
-    def layout(self) -> tuple[dict[str, Segment], int]:
+    @property
+    def layout(self) -> Layout:
         """The segments of the tensors in the flat buffer, and its bytes.
 
         Modules with tensors of the same dtypes and shapes share one object.
         """
-        tensors = tuple((local, info.dtype, info.shape) for local, info in self.infos.items())
-        return _layout(tensors, self.alignment)
-
-    def placed(self, buffer: str, offset: int) -> ModuleRead:
-        """Returns this read at an offset of a buffer."""
-        found = ModuleRead(
-            self.name, self.device, self.how, self.why, self.infos, buffer, offset, self.alignment
-        )
-        vars(found)["layout"] = self.layout
-        return found
+        if self._layout is None:
+            tensors = tuple([(local, info.dtype, info.shape) for local, info in self.infos.items()])
+            self._layout = _lay_out(tensors, self.alignment)
+        return self._layout
 
     @property
     def position(self) -> tuple[str, int]:
         """File and offset of the first tensor on disk."""
-        return min(((info.range.file, info.range.offset) for info in self.infos.values()), default=("", 0))
+        return min([(info.range.file, info.range.offset) for info in self.infos.values()], default=("", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,68 +236,57 @@ def plan_reads(
             split into batches named `<name> 0`, `<name> 1`, …. In a batch, modules of one layout adjoin.
         staging: The most bytes of a batch, unless one module is larger.
     """
-    reads = list(reads)
-    placed = list[ModuleRead]()
+    kept, by_buffer = list[ModuleRead](), dict[str, list[ModuleRead]]()
+    for read in reads:
+        (by_buffer.setdefault(read.buffer, []) if read.how == "read" else kept).append(read)
     sized = dict[str, ReadBuffer]()
     for buffer in buffers:
         limit = staging if buffer.kind == "staging" else None
-        batches: list[list[tuple[int, ModuleRead]]] = []
+        batches: list[list[ModuleRead]] = []
         end = 0
-        for read in sorted(
-            (read for read in reads if read.how == "read" and read.buffer == buffer.name),
-            key=lambda read: read.position,
-        ):
+        for read in sorted(by_buffer.get(buffer.name, ()), key=lambda read: read.position):
             nbytes = _aligned(read.layout[1])
             if not batches or (limit is not None and end and end + nbytes > limit):
                 batches.append([])
                 end = 0
-            batches[-1].append((end, read))
+            batches[-1].append(read)
             end += nbytes
         for index, batch in enumerate(batches):
-            name = buffer.name if limit is None else f"{buffer.name} {index}"
-            if limit is not None:
-                batch = _by_layout(batch)
-            placed += [read.placed(name, offset) for offset, read in batch]
-            offset, last = batch[-1]
-            sized[name] = replace(buffer, name=name, nbytes=offset + _aligned(last.layout[1]))
-    return ReadPlan((*(read for read in reads if read.how != "read"), *placed), sized)
+            name, end = buffer.name if limit is None else f"{buffer.name} {index}", 0
+            for read in batch if limit is None else _by_layout(batch):
+                read.buffer, read.offset = name, end
+                end += _aligned(read.layout[1])
+                kept.append(read)
+            sized[name] = replace(buffer, name=name, nbytes=end)
+    return ReadPlan(tuple(kept), sized)
 
 
-def _by_layout(batch: Sequence[tuple[int, ModuleRead]]) -> list[tuple[int, ModuleRead]]:
-    """Returns the modules of a batch with new offsets, at which those of one layout adjoin."""
+def _by_layout(batch: Iterable[ModuleRead]) -> Iterator[ModuleRead]:
+    """Yields the modules of a batch; those of one layout adjoin."""
     groups: dict[int, list[ModuleRead]] = {}
-    for _, read in batch:
+    for read in batch:
         groups.setdefault(id(read.layout), []).append(read)
-    found, end = [], 0
     for reads in groups.values():
-        nbytes = _aligned(reads[0].layout[1])
-        found += [(end + index * nbytes, read) for index, read in enumerate(reads)]
-        end += len(reads) * nbytes
-    return found
+        yield from reads
 
 
 @lru_cache(maxsize=1024)
-def _layout(
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], alignment: int
-) -> tuple[dict[str, Segment], int]:
+def _lay_out(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], alignment: int) -> Layout:
     return segment_layout(tensors, alignment)
 
 
 def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
     """Returns the ranges in the order of the files; ranges at most `gap` bytes apart are merged."""
     found: list[ByteRange] = []
-    for source in sorted(ranges, key=lambda source: (source.file, source.offset)):
-        end = source.offset + source.nbytes
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.file == source.file
-            and source.offset - (last.offset + last.nbytes) <= gap
-        ):
-            found[-1] = ByteRange(last.file, last.offset, max(end, last.offset + last.nbytes) - last.offset)
+    file, start, end = "", 0, 0
+    for source in sorted(ranges):
+        if source.file == file and source.offset - end <= gap and end > start:
+            end = max(end, source.offset + source.nbytes)
         elif source.nbytes:
-            found.append(source)
-    return found
+            if end > start:
+                found.append(ByteRange(file, start, end - start))
+            file, start, end = source.file, source.offset, source.offset + source.nbytes
+    return [*found, ByteRange(file, start, end - start)] if end > start else found
 
 
 def _requests(reads: Iterable[ModuleRead], gap: int) -> Iterator[Request]:

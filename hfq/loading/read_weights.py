@@ -138,6 +138,8 @@ def load_quantized_weights(
 
 def log_summary(loading: LoadState, seconds: float) -> None:
     """Logs one line about the whole load, at level info."""
+    if not logger.isEnabledFor(logging.INFO):
+        return  # making the plan takes time
     logger.info(
         "hfq: loaded %s in %.2f s: %d quantized modules (%s); %s; %s",
         loading.checkpoint.root,

@@ -98,8 +98,11 @@ def _shared(formats: Mapping[str, Format]) -> dict[str, Format]:
 
 
 def _detect(module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Format | None:
-    formats = (candidate.detect(module, tensors, config) for candidate in FORMATS.values())
-    return next((found for found in formats if found is not None), None)
+    for candidate in FORMATS.values():
+        found = candidate.detect(module, tensors, config)
+        if found is not None:
+            return found
+    return None
 
 
 def _nothing_to_read(

@@ -79,7 +79,7 @@ class ModeloptExpert(Format):
                 found=f"{scale} for codes {codes}",
                 fix="Export the model again as FP8 or NVFP4.",
             )
-        infos = {local: dataclasses.replace(info, shape=info.shape[::-1]) for local, info in tensors.items()}
+        infos = {local: info._replace(shape=info.shape[::-1]) for local, info in tensors.items()}
         infos["weight"] = infos.pop(TRANSPOSED)
         turned = _VARIANTS[codes.dtype].detect(module, infos, config)
         return None if turned is None else cls(turned)
