@@ -145,6 +145,12 @@ class ReadPlan:
             (info.range for read in self.reads if read.how == "mapped" for info in read.infos.values()), _GAP
         )
 
+    @property
+    def mapped_files(self) -> set[str]:
+        """The files from which modules are mapped."""
+        reads = (read for read in self.reads if read.how == "mapped" and read.name)
+        return {info.range.file for read in reads for info in read.infos.values()}
+
     @cached_property
     def _reads_by_buffer(self) -> dict[str, list[ModuleRead]]:
         found: dict[str, list[ModuleRead]] = {name: [] for name in self.buffers}

@@ -53,7 +53,7 @@ class MappedTensors:
             self._reader.check_unchanged(self._files)
 
 
-def settle_mapped(loading: LoadState, hidden: Collection[str]) -> MappedTensors:
+def settle_mapped(loading: LoadState, hidden: Collection[str], files: Iterable[str]) -> MappedTensors:
     """Copies mapped tensors into memory if the config asks for it; otherwise checks their files.
 
     transformers maps every unquantized tensor on the CPU whose dtype it does not change.
@@ -61,13 +61,12 @@ def settle_mapped(loading: LoadState, hidden: Collection[str]) -> MappedTensors:
     Args:
         loading: The load.
         hidden: Names of the tensors that transformers does not load.
+        files: Files of mapped quantized tensors.
 
     Returns:
         The tensors that stay mapped.
     """
-    reads = (read for read in loading.read_plan.reads if read.how == "mapped" and read.name)
-    files = {info.range.file for read in reads for info in read.infos.values()}
-    mapped = []
+    files, mapped = set(files), []
     for name, info in loading.match.unquantized.items():
         tensor = None if name in hidden else loading.model.get_parameter_or_buffer(name)
         if tensor is None or tensor.device.type != "cpu" or tensor.dtype != torch_dtype(info.dtype):

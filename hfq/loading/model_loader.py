@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.read_plan import ReadPlan
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.automatic_map import experts_per_token, gather_units, plan_map
 from hfq.loading.config import HfqConfig
@@ -37,7 +38,7 @@ from hfq.loading.mapped_tensors import MappedTensors, settle_mapped
 from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
 from hfq.loading.matching.replace_modules import replace_modules
-from hfq.loading.read_weights import load_quantized_weights, log_summary
+from hfq.loading.read_weights import load_quantized_weights, log_summary, plan_weight_reads
 from hfq.loading.reported_device import report_device, report_dtype
 from hfq.loading.saving import like_source, stored_state
 from hfq.loading.state import LoadState
@@ -115,6 +116,7 @@ class ModelLoader(LoadState):
         self.main = "cpu"
         self.offloader: Offloader | None = None
         self.mapped: MappedTensors | None = None
+        self._mapped_files: set[str] = set()
         self._hidden: set[str] = set()
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
         self._experts: list[Any] = [model.get_submodule(name) for name in self.match.experts]
@@ -241,7 +243,13 @@ class ModelLoader(LoadState):
         return checkpoint, config._source if config._source is not None else source_config(checkpoint)
 
     def _load_rows(self) -> None:
-        self.read_plan, self.read_report, self.pinned = load_quantized_weights(self, self._hidden)
+        plan, self.read_report, self.pinned = load_quantized_weights(self, self._hidden)
+        self._mapped_files = plan.mapped_files
+
+    @property
+    def read_plan(self) -> ReadPlan:
+        """Source and destination of every quantized tensor, planned again."""
+        return plan_weight_reads(self, self._hidden)
 
     def gather_units(self) -> list[Unit]:
         """Returns the units that a device map can place separately, with their bytes."""
@@ -308,7 +316,7 @@ class ModelLoader(LoadState):
             report_device(self.model, torch.device(self.main))
         if self.main != "cpu" and self.offloader is None:
             self.model.register_forward_pre_hook(InputMover(self.reader).move, with_kwargs=True)
-        self.mapped = settle_mapped(self, self._hidden)
+        self.mapped = settle_mapped(self, self._hidden, self._mapped_files)
 
     def _execute_on_cpu(self, layers: Mapping[str, QuantizedLinear]) -> None:
         """Lets layers in CPU memory compute there, routed experts next to the accelerator."""

@@ -112,7 +112,7 @@ def load_quantized_weights(
     """
     started, reader = time.perf_counter(), loading.reader
     is_remote = any(map(is_network, loading.checkpoint.headers))
-    plan, prefilled = plan_weight_reads(loading, hidden, is_remote), load_context().page_cache_reads
+    plan, prefilled = plan_weight_reads(loading, hidden), load_context().page_cache_reads
     if prefilled is not None:
         with progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
             prefilled.wait(progress)
@@ -151,17 +151,17 @@ def log_summary(loading: LoadState, seconds: float) -> None:
     )
 
 
-def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
+def plan_weight_reads(loading: LoadState, hidden: Collection[str]) -> ReadPlan:
     """Returns the read plan of a load that has chosen its devices.
 
     Args:
         loading: The load.
         hidden: Names of the tensors that transformers does not see.
-        is_remote: True if the checkpoint is on a network file system.
 
     Raises:
         PlacementError: `cpu_memory="mmap"` is not possible.
     """
+    is_remote = any(map(is_network, loading.checkpoint.headers))
     reads: list[ModuleRead] = []
     is_sharing = loading.config.cpu_memory == "shared" or (
         loading.config.cpu_memory == "auto" and _local_processes() > 1

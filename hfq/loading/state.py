@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.read_plan import ReadPlan
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.quantized_module import QuantizedModule
@@ -34,7 +33,6 @@ class LoadState:
         devices: Device of every quantized module and every unquantized tensor, by name.
         executes: Execution device of each of them, by name.
         main: The first execution device.
-        read_plan: Source and destination of every quantized tensor.
         read_report: Bytes, seconds, and threads that the read plan took.
         pinned: Weights from which accelerators copy, in pinned memory; None if there are none.
     """
@@ -48,7 +46,6 @@ class LoadState:
     devices: dict[str, str]
     executes: dict[str, str]
     main: str
-    read_plan: ReadPlan
     read_report: ReadReport
     pinned: PinnedWeights | None
 

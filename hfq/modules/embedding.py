@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from hfq.errors import SetupError
@@ -48,7 +46,7 @@ class QuantizedEmbedding(QuantizedModule):
         num_embeddings: int,
         embedding_dim: int,
         weight_format: Format,
-        infos: Mapping[str, TensorInfo],
+        infos: dict[str, TensorInfo],
     ) -> None:
         super().__init__(name, embedding_dim, num_embeddings, weight_format, infos)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim

@@ -13,6 +13,7 @@ from hfq.kernels.registry import Kernel
 from hfq.modules.cpu_experts import CpuExperts
 from hfq.modules.graph_capture import check_not_captured, check_not_recorded, is_captured, uncompiled
 from hfq.modules.late_tensor import LateTensor
+from hfq.modules.lazy_module import LazyModule
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_stacked
@@ -20,6 +21,14 @@ from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_st
 __all__ = ["QuantizedExperts", "SortedExperts"]
 
 Onload = Callable[[Sequence[Sequence[QuantizedModule]], Callable[[int, int], object]], None]
+
+
+class ExpertLayers(LazyModule, nn.ModuleDict):
+    """The layers of one expert, by local name."""
+
+    def __init__(self, layers: Mapping[str, QuantizedLinear]) -> None:
+        super().__init__()
+        self._modules.update(layers)
 
 
 class QuantizedExperts(nn.ModuleList):
@@ -50,7 +59,7 @@ class QuantizedExperts(nn.ModuleList):
         apply_gate: Callable[[torch.Tensor], torch.Tensor],
         is_interleaved: bool = False,
     ) -> None:
-        super().__init__([_named(layers) for layers in experts])
+        super().__init__([ExpertLayers(layers) for layers in experts])
         if isinstance(apply_gate, nn.Module):
             apply_gate = functools.partial(apply_gate)  # a registered module would count as an expert
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
@@ -312,13 +321,6 @@ class SortedExperts(QuantizedExperts):
         )
         routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
         return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
-
-
-def _named(layers: Mapping[str, QuantizedLinear]) -> nn.ModuleDict:
-    """Returns the layers of an expert; `nn.ModuleDict` checks each name slowly."""
-    found = nn.ModuleDict()
-    found._modules.update(layers)
-    return found
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:

@@ -40,9 +40,9 @@ class QuantizedLinear(QuantizedModule):
 
     kernel: Kernel
     accelerated: Kernel
-    scheme: ActivationScheme | None
     local_in_features: int
-    outliers: OutlierTally | None
+    scheme: ActivationScheme | None = None
+    outliers: OutlierTally | None = None
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class QuantizedLinear(QuantizedModule):
         in_features: int,
         out_features: int,
         weight_format: Format,
-        infos: Mapping[str, TensorInfo],
+        infos: dict[str, TensorInfo],
         kernel: Kernel,
         scheme: ActivationScheme | None = None,
         accelerated: Kernel | None = None,
     ) -> None:
         super().__init__(name, in_features, out_features, weight_format, infos)
-        vars(self).update(
-            kernel=kernel,
-            accelerated=accelerated or KERNELS["reference"],
-            scheme=scheme,
-            local_in_features=in_features,
-            outliers=OutlierTally() if scheme is not None and scheme.outlier_threshold else None,
-        )
+        own = vars(self)  # torch's assignment is slow
+        own["kernel"] = kernel
+        own["accelerated"] = accelerated or KERNELS["reference"]
+        own["local_in_features"] = in_features
+        if scheme is not None:
+            own["scheme"] = scheme
+            own["outliers"] = OutlierTally() if scheme.outlier_threshold else None
 
     @uncompiled
     def forward(self, activations: torch.Tensor) -> torch.Tensor:

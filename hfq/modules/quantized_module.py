@@ -16,6 +16,7 @@ from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.modules.changes import note_change
 from hfq.modules.flat_buffer import FlatBuffer
 from hfq.modules.graph_capture import check_not_captured, is_captured
+from hfq.modules.lazy_module import LazyModule
 from hfq.modules.offloaded_parameter import OffloadedParameter, check_stays
 from hfq.modules.stored_parameters import StoredParameter, StoredParameters, no_parameter
 from hfq.modules.tensor_cache import TensorCache
@@ -61,7 +62,7 @@ _DECISIVE = frozenset(
 """Attributes that decide how a layer computes, see `changes`."""
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(LazyModule):
     """Holds the tensors of one quantized module.
 
     The tensors are held in one of three ways. `hold` keeps frozen parameters under their checkpoint names; a
@@ -77,7 +78,7 @@ class QuantizedModule(nn.Module):
         in_features: Number of input channels.
         out_features: Number of output rows.
         weight_format: The format of its tensors.
-        infos: The stored tensors, by checkpoint name.
+        infos: The stored tensors, by checkpoint name; kept as they are.
 
     Attributes:
         fetch: Returns the tensors for one forward pass; None if they are stored or onloaded.
@@ -113,19 +114,19 @@ class QuantizedModule(nn.Module):
         in_features: int,
         out_features: int,
         weight_format: Format,
-        infos: Mapping[str, TensorInfo],
+        infos: dict[str, TensorInfo],
     ) -> None:
         super().__init__()
-        # torch's own assignment is slow for many modules
-        vars(self).update(
-            _parameters=StoredParameters(name),
-            name=name,
-            in_features=in_features,
-            out_features=out_features,
-            weight_format=weight_format,
-            infos=dict(infos),
-        )
-        vars(self)["_attributes"] = _attributes_of(self)
+        own = vars(self)  # torch's assignment is slow, and an update at once makes a larger dict
+        own["_parameters"] = StoredParameters(name)
+        own["name"] = name
+        own["in_features"] = in_features
+        own["out_features"] = out_features
+        own["weight_format"] = weight_format
+        own["infos"] = infos
+        own["_attributes"] = _attributes_of(self)
+        # Python shares the keys of such dicts only if every object gets them at its start
+        own["_kinds"] = own["_cache"] = own["fetch"] = own["onload_device"] = own["_onloaded"] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -171,7 +172,9 @@ class QuantizedModule(nn.Module):
     ) -> None:
         self._parameters.clear()
         self._parameters.update(parameters)
-        vars(self).update(_segments=segments, _is_gathered=is_gathered, _cache=None)
+        for name, value in (("_segments", segments), ("_is_gathered", is_gathered), ("_cache", None)):
+            if value is not getattr(self, name):
+                vars(self)[name] = value
 
     def onload_to(self, device: torch.device) -> None:
         """Sets the device to which the module is onloaded; parameters on meta report it."""

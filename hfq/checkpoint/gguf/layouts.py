@@ -104,7 +104,7 @@ def _minus_exponential(info: TensorInfo, blocks: Blocks, header: GgufHeader) -> 
 def _with_function(info: TensorInfo, blocks: Blocks) -> TensorInfo:
     if info.dtype not in _FLOATS:
         raise _other_size(info, " or ".join(_FLOATS), str(info))
-    return dataclasses.replace(info, blocks=blocks)
+    return info._replace(blocks=blocks)
 
 
 def _transposed_layer(info: TensorInfo, blocks: Blocks, header: GgufHeader) -> TensorInfo:
@@ -112,21 +112,21 @@ def _transposed_layer(info: TensorInfo, blocks: Blocks, header: GgufHeader) -> T
 
 
 def _matrix_of_one_row(info: TensorInfo, blocks: Blocks, header: GgufHeader) -> TensorInfo:
-    return dataclasses.replace(info, shape=(1, *info.shape)) if len(info.shape) == 1 else info
+    return info._replace(shape=(1, *info.shape)) if len(info.shape) == 1 else info
 
 
 def _convolution(info: TensorInfo, blocks: Blocks, header: GgufHeader) -> TensorInfo:
     is_squeezed = len(info.shape) == 2 and info.dtype != "U8"
-    return dataclasses.replace(info, shape=(info.shape[0], 1, info.shape[1])) if is_squeezed else info
+    return info._replace(shape=(info.shape[0], 1, info.shape[1])) if is_squeezed else info
 
 
 def _with_rows(info: TensorInfo, blocks: Blocks, order: StoredOrder) -> TensorInfo:
     found = dataclasses.replace(blocks, rows=None if _is_same(order) else order)
-    return _as_layer(info, found) if len(info.shape) == 2 else dataclasses.replace(info, blocks=found)
+    return _as_layer(info, found) if len(info.shape) == 2 else info._replace(blocks=found)
 
 
 def _as_layer(info: TensorInfo, blocks: Blocks) -> TensorInfo:
-    return dataclasses.replace(info, blocks=dataclasses.replace(blocks, is_layer=True))
+    return info._replace(blocks=dataclasses.replace(blocks, is_layer=True))
 
 
 def _is_same(order: StoredOrder) -> bool:

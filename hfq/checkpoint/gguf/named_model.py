@@ -148,8 +148,8 @@ def _named(info: TensorInfo, architecture: Architecture, header: GgufHeader) -> 
         if info.blocks is not None:
             info = apply_layout(info, info.blocks, layout, header)
     if _EXPERTS.search(info.name) and info.blocks is not None and len(info.shape) == 3:
-        info = dataclasses.replace(info, blocks=dataclasses.replace(info.blocks, is_layer=True))
-    return dataclasses.replace(info, name=target.replace(".N.", f".{number}."))
+        info = info._replace(blocks=dataclasses.replace(info.blocks, is_layer=True))
+    return info._replace(name=target.replace(".N.", f".{number}."))
 
 
 def _add(tensors: dict[str, TensorInfo], named: TensorInfo, info: TensorInfo) -> None:

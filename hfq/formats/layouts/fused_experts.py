@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hfq.errors import FormatError
 from hfq.tensor_spec import ByteRange, TensorInfo
@@ -83,7 +83,7 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
                     found=f"{part} and {name}",
                     fix="Download the checkpoint again, or remove one of the two tensors.",
                 )
-            split[part] = replace(info, name=part, shape=info.shape[1:], range=source, part_of=name)
+            split[part] = info._replace(name=part, shape=info.shape[1:], range=source, part_of=name)
     return split
 
 

@@ -136,6 +136,7 @@ class SettledDevices:
             first: The execution device of the first units, if they are offloaded.
         """
         if self.main == "cpu":
+            self._modules = {}  # the execution map then has one device
             return dict.fromkeys(self.stored, self.main)
         owned: dict[str, list[str]] = {}
         for name in self.stored:

@@ -6,7 +6,6 @@ converted once, into an unnamed file in memory, which is then read as any file o
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,9 +77,7 @@ def _lay_out(stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         is_computed = info.blocks is not None and info.blocks.function is not None
         nbytes = 4 * info.numel if is_computed else info.nbytes
         dtype = "F32" if is_computed else info.dtype
-        placed[name] = dataclasses.replace(
-            info, dtype=dtype, range=ByteRange(_FILE, end, nbytes), blocks=None
-        )
+        placed[name] = info._replace(dtype=dtype, range=ByteRange(_FILE, end, nbytes), blocks=None)
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return placed
 

@@ -104,10 +104,14 @@ class SlicedLoader(ModelLoader):
         self._check_settled()
         self.devices = dict.fromkeys([*self.quantized, *self._unquantized_names], self.main)
         read = self.reader.counters.bytes_read - before
-        self.read_plan = ReadPlan(())  # each rank reads its parts, and maps no tensor
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
         self._edit_rules()
         return None
+
+    @property
+    def read_plan(self) -> ReadPlan:
+        """A plan without reads: each rank reads its parts itself, and maps no tensor."""
+        return ReadPlan(())
 
     def finish(self) -> None:
         """Completes the load once transformers has loaded the remaining tensors."""
