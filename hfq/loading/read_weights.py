@@ -394,7 +394,7 @@ class _Filler:
         module, (segments, nbytes) = self._loading.quantized[read.name], read.layout
         is_kept = into.kind != "staging" or into.name in self._targets
         if resolved is not None and not is_kept:
-            module.weight_format = resolved
+            vars(module)["weight_format"] = resolved  # torch's assignment is slow
             return
         # each module has its own storage, so that a copy of one module copies only its bytes
         with torch.inference_mode(False):

@@ -18,7 +18,7 @@ def report_device(model: Any, device: Any) -> None:
     This is patch 4 of `hfq.integrations.transformers.patches`. Such a model cannot be pickled.
     """
     for module in model.modules():
-        if hasattr(module, "base_model_prefix") and any(
+        if hasattr(type(module), "base_model_prefix") and any(
             parameter.is_meta for parameter in module.parameters()
         ):
             _report(module, device=property(lambda _: device), __reduce_ex__=_refuse_copy)
@@ -30,7 +30,7 @@ def report_dtype(model: Any) -> None:
     This is patch 4 of `hfq.integrations.transformers.patches`, too.
     """
     for module in model.modules():
-        if hasattr(module, "base_model_prefix") and isinstance(_first_float(module), QuantizedModule):
+        if hasattr(type(module), "base_model_prefix") and isinstance(_first_float(module), QuantizedModule):
             _report(module, dtype=property(lambda self: _first_float(self).dtype))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = ["LazyModule"]
 
@@ -31,6 +34,14 @@ class LazyModule(nn.Module):
             own[name] = value
         for name in _EAGER:
             own[name] = {}
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode as torch does, without its slow assignment."""
+        vars(self)["training"] = mode
+        for module in self._modules.values():
+            if module is not None:
+                module.train(mode)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name in _TABLES:

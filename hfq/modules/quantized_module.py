@@ -178,13 +178,16 @@ class QuantizedModule(LazyModule):
 
     def onload_to(self, device: torch.device) -> None:
         """Sets the device to which the module is onloaded; parameters on meta report it."""
-        self.onload_device, is_empty = device, self._is_empty()
+        is_empty = self._is_empty()
         for local, attribute in self._attributes.items():
             parameter = self._parameters.get(attribute)
-            if is_empty or (parameter is not None and parameter.is_meta):
+            if type(parameter) is OffloadedParameter:  # asking it for anything of torch is slow
+                parameter.onload_device = device
+            elif is_empty or (parameter is not None and parameter.is_meta):
                 offloaded = OffloadedParameter(_on_meta(self.infos[local]), requires_grad=False)
                 offloaded.name, offloaded.onload_device = f"{self.name}.{local}", device
                 self._parameters[attribute] = offloaded
+        self.onload_device = device
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Provides the tensors to compute with, in this thread only, until `offload`."""

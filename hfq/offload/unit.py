@@ -103,6 +103,8 @@ class OffloadUnit:
 
 def is_on_disk(module: QuantizedModule) -> bool:
     """Returns True if a quantized module is stored on disk."""
+    if type(next(iter(module._parameters.values()), None)) is OffloadedParameter:
+        return True  # without asking torch, which is slow for such a parameter
     return any(tensor.is_meta for tensor in module.stored_tensors().values())
 
 

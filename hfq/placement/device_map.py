@@ -234,12 +234,12 @@ def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], mai
         key: main if str(value) in ("cpu", "disk") else check_device(value)
         for key, value in device_map.items()
     }
+    match = _as_patterns(result)
     for name, device in executes.items():
-        module = name.rpartition(".")[0]
-        if _matched_as_regex(name, result) != device and module not in result:
-            result[module] = device
-        if _matched_as_regex(name, result) != device:
-            result[name] = device
+        for key in (name.rpartition(".")[0], name):
+            if match(name) != device and key not in result:
+                result[key] = device
+                match = _as_patterns(result)
     return result
 
 
@@ -330,12 +330,19 @@ def covering_device(name: str, devices: Mapping[str, str]) -> str | None:
         key = key.rpartition(".")[0]
 
 
-def _matched_as_regex(name: str, device_map: Mapping[str, str]) -> str | None:
+def _as_patterns(device_map: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Returns the function by which transformers looks up the device of a name in a map."""
     keys = sorted(device_map, key=lambda key: (key.count("."), len(key)), reverse=True)
-    for key in keys:
-        match = re.match(key, name)
-        if match:
-            return device_map.get(
-                match.group()
-            )  # transformers looks up the matched text, which may be no key
-    return device_map.get("", "cpu")
+    # one pattern for names of modules, which have no group or flag
+    is_plain = all(re.fullmatch(r"[\w.]*", key) for key in keys)
+    patterns = ["|".join(keys)] if keys and is_plain else keys
+
+    def match(name: str) -> str | None:
+        for pattern in patterns:
+            found = re.match(pattern, name)
+            if found:
+                # transformers looks up the matched text, which may be no key
+                return device_map.get(found.group())
+        return device_map.get("", "cpu")
+
+    return match

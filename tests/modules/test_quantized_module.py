@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import operator
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from hfq.kernels.registry import choose_kernel
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.flat_buffer import FlatBuffer, map_tensors
 from hfq.modules.linear import QuantizedLinear
+from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.unit import is_on_disk
 from tests.support import tiny_models
 
 IN, OUT = 96, 64
@@ -122,6 +125,19 @@ def test_a_held_tensor_is_not_initialized_by_transformers_and_has_no_attributes_
         assert not parameter.requires_grad
         assert vars(parameter) == {}
     assert all(map(torch.equal, module.parameters(), copied.parameters()))
+
+
+def test_the_onload_device_changes_without_a_call_of_torch(build, monkeypatch):
+    module, tensors, _ = build("scalars", "meta")
+    module.onload_to(torch.device("cpu"))
+    parameters = list(module.parameters())
+    assert len(parameters) == len(tensors)
+    monkeypatch.setattr(OffloadedParameter, "__torch_function__", lambda *_: pytest.fail("torch was called"))
+    module.onload_to(torch.device("cuda", 1))
+    assert is_on_disk(module)
+    assert all(map(operator.is_, module._parameters.values(), parameters))
+    assert {str(parameter.onload_device) for parameter in module._parameters.values()} == {"cuda:1"}
+    assert module.compute_device == torch.device("cuda", 1)
 
 
 def test_a_stored_tensor_may_bear_the_name_of_an_attribute(build):
