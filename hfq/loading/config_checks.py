@@ -153,7 +153,7 @@ def _check_counts(config: Mapping[str, Any], file: object, checkpoint: Checkpoin
     most_parts = most_channels = _MOST_WITHOUT_HEADERS
     if checkpoint is not None:
         most_parts = max(len(checkpoint.tensors), _FEW_PARTS)
-        shapes = (info.shape for info in checkpoint.tensors.values())
+        shapes = {info.shape for info in checkpoint.tensors.values()}
         most_channels = max(_largest(shapes), len(checkpoint.tensors), _FEW_CHANNELS)
     for key, value in config.items():
         if _NO_COUNT.search(str(key)):

@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Iterator
-from contextvars import ContextVar
 
 import torch
 
-__all__ = ["HUGE_PAGE", "huge_buffer", "huge_page_nbytes", "touches_buffers", "untouched_buffers"]
+__all__ = ["HUGE_PAGE", "huge_buffer", "huge_page_nbytes"]
 
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
-_TOUCHES = ContextVar("touches", default=True)
 
 
 def huge_buffer(nbytes: int, is_touched: bool = False, is_exact: bool = False) -> torch.Tensor:
@@ -61,21 +58,3 @@ def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
     except (OSError, ValueError):
         return None
     return None
-
-
-@contextlib.contextmanager
-def untouched_buffers() -> Iterator[None]:
-    """Makes offload buffers allocate host memory as they are used, while this context is active.
-
-    It is for models whose units are read by other code.
-    """
-    token = _TOUCHES.set(False)
-    try:
-        yield
-    finally:
-        _TOUCHES.reset(token)
-
-
-def touches_buffers() -> bool:
-    """Returns True if an offload buffer allocates all of its memory when it is made."""
-    return _TOUCHES.get()

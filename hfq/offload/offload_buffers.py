@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
@@ -13,7 +12,7 @@ from hfq.offload.buffer_allocator import BufferAllocator
 from hfq.offload.byte_source import CHUNK_NBYTES, Source
 from hfq.offload.clock import Clock, HostClock
 from hfq.offload.copy_stream import CopyStream
-from hfq.offload.host_memory import huge_buffer, touches_buffers
+from hfq.offload.host_memory import huge_buffer
 from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.recorder import Recorder
@@ -190,7 +189,10 @@ class OffloadBuffers(ABC):
 
 
 class HostBuffers(OffloadBuffers):
-    """Offload buffers of units that compute on the host."""
+    """Offload buffers of units that compute on the host.
+
+    Their memory is allocated when the first units are read.
+    """
 
     def __init__(
         self,
@@ -200,14 +202,7 @@ class HostBuffers(OffloadBuffers):
         pool: Pool,
         read_ahead_nbytes: int = 0,
     ) -> None:
-        super().__init__(
-            layouts,
-            units,
-            source,
-            pool,
-            functools.partial(huge_buffer, is_touched=touches_buffers()),
-            read_ahead_nbytes,
-        )
+        super().__init__(layouts, units, source, pool, huge_buffer, read_ahead_nbytes)
 
     def give_back(self, unit: int) -> None:
         """Does nothing: the computation on the host is already done."""

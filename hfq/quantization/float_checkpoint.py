@@ -23,7 +23,6 @@ from hfq.loading.meta_model import model_class
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.host_memory import untouched_buffers
 from hfq.offload.unit import UnquantizedParameter
 from hfq.quantization.temporary_forward import hold, let_go
 from hfq.recipes.recipe import Recipe
@@ -53,14 +52,13 @@ class Source:
         root = loader_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
         check_floats(self.checkpoint, "Nothing was written")
-        with untouched_buffers():
-            self.model: PreTrainedModel = model_class(self.checkpoint).from_pretrained(
-                root,
-                quantization_config=HfqConfig(),
-                device_map={"": "disk"},
-                dtype=torch.float32,
-                trust_remote_code=trust_remote_code,
-            )
+        self.model: PreTrainedModel = model_class(self.checkpoint).from_pretrained(
+            root,
+            quantization_config=HfqConfig(),
+            device_map={"": "disk"},
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+        )
         self.model.eval()
         self.reader = Reader(self.checkpoint)
         self.decoder_layers = find_units(self.model, recipe)

@@ -1,6 +1,9 @@
 """Tests of the bytes that passes read, also in orders that were not predicted."""
 
+import ctypes
 import gc
+import mmap
+import sys
 import weakref
 
 import pytest
@@ -30,6 +33,23 @@ def test_every_pass_reads_each_block_once(build, layers, mode):
     assert stack.offloader.passes == 5
     assert (stack.offloader.prefetch_order.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
     assert stack.offloader.pass_nbytes == sum(stack.nbytes)
+
+
+def resident_pages(tensor: torch.Tensor) -> int:
+    """Returns the number of pages of a tensor that have memory."""
+    found = (ctypes.c_ubyte * -(-tensor.numel() // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
+    assert ctypes.CDLL(None).mincore(address, size, found) == 0
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_take_memory_only_when_units_are_read(build, mode):
+    stack = build(layers=3, options=OffloadOptions(mode))
+    assert resident_pages(stack.buffers.buffer) == 0
+    stack.model(random(3, SIZE))
+    assert resident_pages(stack.buffers.buffer) > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
