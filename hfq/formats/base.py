@@ -77,6 +77,8 @@ class Format(ABC):
     variants: ClassVar[tuple[FormatVariant, ...]] = ()
     resolves_each_value: ClassVar[bool] = False
     """True if `resolve` checks each value by itself, so that it takes a stack of layers as well."""
+    has_fixed_size: ClassVar[bool] = True
+    """True if the size of a layer alone decides the shapes of its tensors, and not the weights."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -163,7 +165,10 @@ class Format(ABC):
 
     @property
     def bits_per_code(self) -> float:
-        """The number of bits of one code in the file, with those of scales in the same tensor."""
+        """The number of bits of one code in the file, with those of scales in the same tensor.
+
+        It is 0 if it depends on the weights.
+        """
         return getattr(self, "num_bits", 8)
 
     @property

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfq import HfqConfig
 from tests.support import tiny_models
@@ -23,11 +23,25 @@ MAPS = {
         "model.norm": "cpu",
     },
 }
+STACKS = {
+    "two accelerators": {"": "sim:0", "decoder": "sim:1"},
+    "with cpu and disk": {
+        "": "sim:0",
+        "encoder.block.1": "disk",
+        "decoder": "sim:1",
+        "decoder.block.1": "disk",
+        "decoder.final_layer_norm": "cpu",
+    },
+}
 TOKENS = torch.arange(4, 36).view(1, 32)
 
 
+def is_seq2seq(path):
+    return (path / "reference_seq2seq.safetensors").is_file()
+
+
 def load(path, device_map):
-    return AutoModelForCausalLM.from_pretrained(
+    return (AutoModelForSeq2SeqLM if is_seq2seq(path) else AutoModelForCausalLM).from_pretrained(
         path,
         quantization_config=HfqConfig(kernel="reference"),
         device_map=device_map,
@@ -42,6 +56,13 @@ def load(path, device_map):
     ids=lambda path: path.name,
 )
 def test_two_accelerators_give_the_bits_of_the_cpu(path):
-    expected = logits(load(path, {"": "cpu"}), TOKENS)
-    for name, device_map in MAPS.items():
-        assert torch.equal(logits(load(path, device_map), TOKENS.to("sim:0")).cpu(), expected), name
+    expected = compute(load(path, {"": "cpu"}), TOKENS)
+    for name, device_map in (STACKS if is_seq2seq(path) else MAPS).items():
+        assert torch.equal(compute(load(path, device_map), TOKENS.to("sim:0")).cpu(), expected), name
+
+
+def compute(model, tokens):
+    if not model.config.is_encoder_decoder:
+        return logits(model, tokens)
+    with torch.no_grad():
+        return model(input_ids=tokens, decoder_input_ids=tokens[:, :8]).logits

@@ -24,6 +24,7 @@ from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.mxfp6 import Mxfp6
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
+from hfq.formats.qmoe import DICTIONARY, Qmoe
 from hfq.formats.quanto import QuantoBits, QuantoBytes
 from hfq.formats.quark import QuarkInt4
 from hfq.formats.torchao import Torchao
@@ -421,6 +422,7 @@ CASES = [
         QuarkInt4(is_signed=True, is_two_level=True),
         quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int4", "qscheme": "per_channel"}),
     ),
+    Case("qmoe", Qmoe(), {"quant_method": "qmoe", "dictionary": DICTIONARY}),
 ]
 
 REPRESENTATIVES = frozenset({type(case.format): case.id for case in reversed(CASES)}.values())

@@ -57,8 +57,8 @@ def test_the_rounding_error_is_that_of_the_bits(case, weight):
     error = (weight_format.dequantize(tensors) - weight).norm() / weight.norm()
     bits = weight_format.bits_per_code
     # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half for each further bit, up to the
-    # mantissas of FP6 and FP8
-    assert 0.001 < error < {1: 1.5, 2: 0.65, 3: 0.3, 4: 0.16, 5: 0.08, 6: 0.06, 8: 0.07}[bits]
+    # mantissas of FP6 and FP8; QMoE's codes, of no fixed bits, have three values
+    assert 0.001 < error < {0: 1.0, 1: 1.5, 2: 0.65, 3: 0.3, 4: 0.16, 5: 0.08, 6: 0.06, 8: 0.07}[bits]
 
 
 def test_dequantizing_again_changes_nothing(case, weight):

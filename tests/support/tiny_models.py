@@ -14,8 +14,6 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 DATA = Path(__file__).parents[1] / "data"
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 SHARED_2026 = SHARED.with_name("checkpoints_2026")
-UNREAD = frozenset({"qmoe-switch"})
-"""Folders of `SHARED_2026` that raise an error which names their format."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,10 +45,10 @@ _PROJECTIONS = {
 FIRST = "model.layers.0.self_attn.q_proj"
 
 
-def shared_checkpoints(is_read: bool = True) -> list[Path]:
-    """Returns the folders of `SHARED` and `SHARED_2026` that hfq reads, or those that it does not read."""
+def shared_checkpoints() -> list[Path]:
+    """Returns the folders of `SHARED` and `SHARED_2026` in safetensors."""
     folders = [path for root in (SHARED, SHARED_2026) if root.is_dir() for path in sorted(root.iterdir())]
-    return [path for path in folders if "gguf" not in path.name and (path.name not in UNREAD) == is_read]
+    return [path for path in folders if "gguf" not in path.name]
 
 
 def size_of(module: str) -> tuple[int, int]:

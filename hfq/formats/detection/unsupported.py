@@ -42,7 +42,6 @@ REFUSED = {
     "HIGGS": ("quant_method='higgs'", _PLAIN),
     "SINQ": ("quant_method='sinq'", _PLAIN),
     "QQQ": ("quant_method='qqq'", _AGAIN),
-    "QMoE": ("quant_method='qmoe'", _AGAIN),
     "Quark int2 / int3 / int8 in groups / MX": ("the dtype of weights in quark's config", _PLAIN),
 }
 """Unsupported formats: format → (how hfq recognizes it, the fix).
@@ -69,7 +68,6 @@ _METHODS = {
     "higgs": "HIGGS",
     "sinq": "SINQ",
     "qqq": "QQQ",
-    "qmoe": "QMoE",
 }
 """Methods whose tensors another format of hfq would claim, or none.
 

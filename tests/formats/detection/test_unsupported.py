@@ -76,7 +76,6 @@ SEEN = [
     ("Four Over Six", {"quant_method": "fouroversix"}, {"weight": BYTES, "weight_scale": BYTES}),
     ("HIGGS", {"quant_method": "higgs"}, {"weight": WORDS.short(), "scales": FLOATS, "tables": FLOATS}),
     ("SINQ", {"quant_method": "sinq"}, {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS}),
-    ("QMoE", {"quant_method": "qmoe"}, {"w_comp": WORDS.short(), "row_off": WORDS, "ter_minmax": FLOATS}),
     ("QQQ", {"quant_method": "qqq"}, {"B": WORDS, "s_channel": FLOATS, "s_group": FLOATS}),
     (OTHER_QUARK, quark("uint2", "per_group"), {"weight": BYTES, "weight_scale": FLOATS}),
     (OTHER_QUARK, quark("mx", "None"), {"weight": BYTES}),
