@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hfq.checkpoint.gguf.block_types import block_type
 from hfq.formats import Format
 from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gguf.block_rows import Gguf
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.mlx.affine import Mlx
@@ -19,6 +21,8 @@ from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
+from hfq.tensor_spec import Blocks, StoredOrder
+from tests.support.gguf_files import random_blocks
 
 GPTQ_IN = 352  # no multiple of 64, and of 128 only if a layout needs it
 
@@ -50,6 +54,22 @@ class Case:
         if self.dtype is not None:
             tensors["scales"] = tensors["scales"].to(self.dtype)
         return self.format.resolve("m", tensors), tensors
+
+
+@dataclass(frozen=True)
+class BlockCase(Case):
+    """A layer of ggml's blocks, with random bytes as codes."""
+
+    def make(self):
+        kind = self.format.type
+        scale = 0.01 if kind.size == 32 else 0.0003  # of scales of up to 63
+        raw = random_blocks(kind.name, self.out_features * self.in_features // kind.size, scale=scale)
+        return self.format, {"weight": torch.from_numpy(raw).view(self.out_features, -1)}
+
+
+def blocks(name: str, out_features: int = 37, **orders) -> BlockCase:
+    in_features = 352 if block_type(name).size == 32 else 768
+    return BlockCase(Gguf(Blocks(name, is_layer=True, **orders)), in_features, out_features)
 
 
 def gptq(
@@ -139,6 +159,24 @@ CASES = {
     "int8 tensor": Case(IntQuantized(codes_dtype="I8", scale_shape=(1,)), 301, 37),
     "int8 of bitsandbytes": Case(BnbInt8(scale_shape=(37,)), 301, 37),
     "e4m3 of quanto": Case(QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(37, 1)), 301, 37),
+    **{
+        f"ggml {name}": blocks(name)
+        for name in (
+            "Q4_0",
+            "Q4_1",
+            "Q5_0",
+            "Q5_1",
+            "Q8_0",
+            "Q4_K",
+            "Q5_K",
+            "Q6_K",
+            "IQ4_NL",
+            "IQ4_XS",
+            "MXFP4",
+        )
+    },
+    "ggml Q4_K, rows in another order": blocks("Q4_K", 40, rows=StoredOrder(4, 3, 2, 3, 2)),
+    "ggml Q8_0, rows in another order": blocks("Q8_0", 24, rows=StoredOrder(0, 1, 2, 12, 1)),
     "fp8 blocks": fp8(300, 201, strategy="block", block_structure=(128, 128)),
     "fp8 blocks of 48x80": fp8(300, 101, strategy="block", block_structure=(48, 80)),
     "fp8 blocks of 7x9": fp8(61, 33, strategy="block", block_structure=(7, 9)),

@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "ADDED",
     "AWQ",
+    "BLOCKS",
     "BYTES",
     "DTYPES",
     "E4M3",
@@ -38,7 +39,7 @@ SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn
 """Dtypes of scales that the C++ library reads: values of `Dtype` in src/layer.h."""
 
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
-E4M3, E5M2, NIBBLES, INT8, QUADS, GPTQ, AWQ = range(7)
+E4M3, E5M2, NIBBLES, INT8, QUADS, BLOCKS, GPTQ, AWQ = range(8)
 PRODUCT = struct.Struct("=7q")
 """The struct `Product` of src/kernels.cpp.
 
@@ -63,12 +64,16 @@ class CppLayer(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("scale_step", "nested_size", "groups", "zero_words", "row_nbytes")
         ),
+        *((name, ctypes.c_int64) for name in ("order_start", "order_first", "order_second", "order_inner")),
         *((name, ctypes.c_float) for name in ("shared", "unit")),
         *(
             (name, ctypes.c_int32)
             for name in ("kind", "bits", "scale_dtype", "divides", "zero_reading", "index_nbytes")
         ),
-        *((name, ctypes.c_int32) for name in ("row_zeros", "zero_dtype", "high_first", "offset")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("row_zeros", "zero_dtype", "high_first", "offset", "block_type")
+        ),
     )
 
     @functools.cached_property

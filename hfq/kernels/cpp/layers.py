@@ -9,7 +9,12 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.kernels.cpp import byte_layers, nibble_layers, word_layers  # noqa: F401  # each registers its readers
+from hfq.kernels.cpp import (  # each registers its readers
+    block_layers,  # noqa: F401
+    byte_layers,  # noqa: F401
+    nibble_layers,  # noqa: F401
+    word_layers,  # noqa: F401
+)
 from hfq.kernels.cpp.layer_registry import reader_of
 from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
 from hfq.kernels.cpp.word_layers import MOST_GROUPS

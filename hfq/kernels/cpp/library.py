@@ -36,7 +36,7 @@ __all__ = [
 SWITCH = "HFQ_DISABLE_CPP"
 """The environment variable that disables the C++ library if set to "1"."""
 
-ABI = 8
+ABI = 9
 """The value that `hfq_abi` of src/kernels.cpp must return."""
 
 Engine = Literal["auto", "cpp", "torch"]

@@ -108,7 +108,7 @@ inline int64_t row_groups(const Layer &layer) {
 // True if a layer's codes can be unpacked to tiles: groups are not scattered, and end with a tile.
 bool reads(const Layer &layer) {
     const bool is_single = layer.block_in >= layer.in_features;
-    if (layer.index_nbytes || layer.kind == QUADS) return false;
+    if (layer.index_nbytes || layer.kind == QUADS || layer.kind == BLOCKS) return false;
     if (folds(layer)) return true;
     // otherwise, no step ends with a group
     if (!is_single && layer.block_in % PIECE && layer.block_in > MOST_DEPTH) return false;

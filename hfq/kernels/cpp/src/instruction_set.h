@@ -25,6 +25,7 @@ namespace HFQ_ISA_NAME {
 
 #include "simd.h"
 #include "limbs.h"
+#include "ggml_blocks.h"
 #include "row_codes.h"
 #include "subnormals.h"
 #include "row_major.h"

@@ -54,7 +54,7 @@
 
 extern "C" {
 
-int hfq_abi() { return 8; }
+int hfq_abi() { return 9; }
 
 // Sets the threads to use: GOMP_parallel of the OpenMP runtime of the caller's other products, or null for
 // the threads of this library.

@@ -14,8 +14,23 @@ enum Kind {
     NIBBLES = 2,  // rows of 4-bit codes, two per byte
     INT8 = 3,     // rows of signed bytes
     QUADS = 4,    // AWQ's gemv_fast: four rows share each 16-bit word
-    GPTQ = 5,     // columns: bit-packed along the input channels
-    AWQ = 6,      // columns: words of eight columns for each input channel
+    BLOCKS = 5,   // rows of ggml's blocks, which hold their scales
+    GPTQ = 6,     // columns: bit-packed along the input channels
+    AWQ = 7,      // columns: words of eight columns for each input channel
+};
+// Types of blocks, as ggml numbers them.
+enum BlockType {
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    IQ4_NL = 20,
+    IQ4_XS = 23,
+    MXFP4 = 39,
 };
 // Dtypes of scales, activations, results, and added zero points.
 enum Dtype {
@@ -47,6 +62,8 @@ enum RowZeros {
 // Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale. The place of scale and zero is
 // n / block_out * scale_stride + g * scale_step. The group g is index[k], or k / block_in without an index.
 // QUADS: W[n, k] = code * scale + zero.
+// BLOCKS: see ggml_blocks.h. From row `order_start` on, the file has rows as [outer, order_first,
+// order_second, order_inner], and the layer as [outer, order_second, order_first, order_inner].
 // E4M3_SCALED: scales are E4M3 codes, multiplied or divided by `shared`.
 // NESTED: scales are nested_values[code] * nested_scales[place / nested_size] + shared.
 //
@@ -72,6 +89,10 @@ struct Layer {
     int64_t groups;             // groups of input channels
     int64_t zero_words;         // 32-bit words of packed zero points per output row, or of columns per group
     int64_t row_nbytes;         // bytes from one row of codes, or of words, to the next
+    int64_t order_start;        // BLOCKS: rows that the file has in the order of the layer
+    int64_t order_first;        // BLOCKS: sizes of the stored order of the other rows
+    int64_t order_second;       // BLOCKS: the same
+    int64_t order_inner;        // BLOCKS: the same; 0 if all rows are in order
     float shared;               // factor of INT8 codes or E4M3_SCALED scales; added to NESTED scales
     float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 if zero points
     int32_t kind;               // Kind
@@ -84,6 +105,7 @@ struct Layer {
     int32_t zero_dtype;         // ADDED: Dtype of the zero points
     int32_t high_first;         // NIBBLES: 1 if the higher half of a byte is the first code, else 0
     int32_t offset;             // NIBBLES with `integers`: offset added to them; 15 if zero points
+    int32_t block_type;         // BLOCKS: BlockType
 };
 
 // A layer's outputs in numbered parts of `width`. The first begins at 0; the last has the remaining outputs.

@@ -9,17 +9,9 @@ template <int KIND> static HFQ_INLINE vf decode(const char *p) {
 
 // Returns the values of W 4-bit codes.
 static HFQ_INLINE vf look_up(vu codes, const float *values) {
-#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
-    __m256 low = _mm256_permutevar8x32_ps((__m256)load<vf>(values), (__m256i)codes);
-    __m256 high = _mm256_permutevar8x32_ps((__m256)load<vf>(values + 8), (__m256i)codes);
-    return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)codes, 28)));
-#elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
-    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)load<vf>(values));
-#else
-    vf out;
-    for (int i = 0; i < W; i++) out[i] = values[codes[i]];
-    return out;
-#endif
+    vf table[16 / W];
+    __builtin_memcpy(table, values, sizeof(table));
+    return pick_values(table, codes);
 }
 
 static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
@@ -152,6 +144,7 @@ static void decode_scattered(const Layer &layer, int64_t n, int64_t k, int64_t c
 // Dequantizes weights [k, k + count) of one output row, bit-identical to the reference kernel's.
 template <int KIND>
 static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
+    if (KIND == BLOCKS) return block_reader(layer).decode(layer, n, k, count, out);
     if (KIND != E4M3 && KIND != E5M2 && layer.index_nbytes)
         return decode_scattered<KIND>(layer, n, k, count, out);
     Codes codes;
@@ -198,6 +191,7 @@ template <int KIND> static HFQ_INLINE void dot_codes(const char *row, int64_t k,
 
 // Multiplies one output row by one activation row, without storing decoded weights.
 template <int KIND> static float dot_row(const Layer &layer, int64_t n, const float *x) {
+    if (KIND == BLOCKS) return block_reader(layer).dot(layer, n, x);
     Codes codes;
     open_codes<KIND>(layer, codes);
     const char *row = codes_of<KIND>(layer, n);

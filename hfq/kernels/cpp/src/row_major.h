@@ -234,6 +234,7 @@ static void rows_part(const void *context, int64_t part, float *scratch) {
         case E5M2: return rows_of<E5M2>(args, n, count, scratch);
         case INT8: return rows_of<INT8>(args, n, count, scratch);
         case QUADS: return rows_of<QUADS>(args, n, count, scratch);
+        case BLOCKS: return rows_of<BLOCKS>(args, n, count, scratch);
         default: return rows_of<NIBBLES>(args, n, count, scratch);
     }
 }
@@ -245,6 +246,7 @@ static DecodeRow row_decoder(const Layer &layer) {
         case E5M2: return decode_row<E5M2>;
         case INT8: return decode_row<INT8>;
         case QUADS: return decode_row<QUADS>;
+        case BLOCKS: return decode_row<BLOCKS>;
         default: return decode_row<NIBBLES>;
     }
 }

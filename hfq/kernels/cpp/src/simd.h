@@ -123,6 +123,23 @@ static inline vb low_pairs(vb a, vb b) { return in_turns(a, b, 2, 0); }
 static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 #endif
 
+// Returns the values of W codes by their lowest four bits.
+static HFQ_INLINE vf pick_values(const vf *values, vu codes) {
+#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
+    __m256 low = _mm256_permutevar8x32_ps((__m256)values[0], (__m256i)codes);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)values[1], (__m256i)codes);
+    return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)codes, 28)));
+#elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
+    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)values[0]);
+#else
+    float table[16];
+    __builtin_memcpy(table, values, sizeof(table));
+    vf out;
+    for (int i = 0; i < W; i++) out[i] = table[codes[i] & 15];
+    return out;
+#endif
+}
+
 // Keeps a value in a register at this point. The compiler would otherwise compute all terms of a sum first,
 // more than the registers hold, or load a word again for each use.
 template <class V> static HFQ_INLINE void keep_here(V &value) {
