@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hfq.loading.config import HfqConfig
     from hfq.quantization.driver import quantize
     from hfq.recipes.recipe import Recipe
+    from hfq.runtime.kv_cache.offloaded_cache import OffloadedCache
     from hfq.runtime.report import report
     from hfq.runtime.run_batches import run_batches
     from hfq.runtime.timeline import timeline
@@ -33,6 +34,7 @@ __all__ = [
     "FormatError",
     "HfqConfig",
     "HfqError",
+    "OffloadedCache",
     "PlacementError",
     "Recipe",
     "SetupError",
@@ -49,6 +51,7 @@ __all__ = [
 
 _LAZY = {
     "HfqConfig": "hfq.loading.config",
+    "OffloadedCache": "hfq.runtime.kv_cache.offloaded_cache",
     "Recipe": "hfq.recipes.recipe",
     "compare": "hfq.evaluation.compare",
     "evaluate": "hfq.evaluation.evaluate",

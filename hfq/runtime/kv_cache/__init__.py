@@ -1,0 +1,1 @@
+"""KV cache in CPU memory or in files, onloaded layer by layer."""

@@ -1,0 +1,252 @@
+"""The folder of a saved KV cache: a description, and one file per offloaded layer."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfq.checkpoint import Reader
+from hfq.errors import CheckpointError, SetupError
+from hfq.loading.loaded_model import loader_of
+from hfq.runtime.kv_cache.kv_codec import KvCodec
+from hfq.runtime.kv_cache.kv_rows import FileRows
+from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
+
+__all__ = ["CacheFolder", "identity_of"]
+
+_DESCRIPTION = "kv_cache.json"
+_OTHER_LAYERS = "other_layers.pt"
+_LOCK = "lock"
+_VERSION = 1
+_SAMPLES = 16
+_SAMPLE_NBYTES = 4096
+_VOLATILE = ("_name_or_path", "transformers_version", "quantization_config", "use_cache")
+_DAMAGES = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    pickle.UnpicklingError,
+)
+_NEW_FOLDER = "Pass a new folder, or delete this one."
+
+
+class CacheFolder:
+    """A folder that one `OffloadedCache` uses at a time.
+
+    Args:
+        root: The folder, which is made if it does not exist.
+        identity: Identity of the model, from `identity_of`.
+        kind: One of `KV_CACHE_DTYPES`.
+
+    Attributes:
+        saved_length: Tokens of the last save; 0 if there is none.
+
+    Raises:
+        SetupError: The folder cannot be written, or another cache uses it.
+    """
+
+    def __init__(self, root: Path, identity: str, kind: str) -> None:
+        self._root, self._identity, self._kind = root, identity, kind
+        self.saved_length = 0
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock = open(root / _LOCK, "wb")  # noqa: SIM115  # it is held until `close`
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(
+                "Another KV cache uses this folder.",
+                file=root,
+                expected="one cache at a time",
+                found="a locked folder",
+                fix="Close the other cache, or pass another folder.",
+            ) from None
+        except OSError as error:
+            raise SetupError(
+                "The folder of the KV cache cannot be used.",
+                file=root,
+                expected="a folder that can be written",
+                found=error.strerror,
+                fix="Pass a folder that you may write to.",
+            ) from error
+
+    def close(self) -> None:
+        """Releases the folder."""
+        self._lock.close()
+
+    def file_of(self, index: int) -> Path:
+        """Returns the file of a layer's rows."""
+        return self._root / f"layer_{index:05}.kv"
+
+    def invalidate(self) -> None:
+        """Forgets the saved state, whose rows are about to change."""
+        (self._root / _DESCRIPTION).unlink(missing_ok=True)
+        self.saved_length = 0
+
+    def save(self, layers: Sequence[Any], tokens: torch.Tensor | None) -> None:
+        """Saves all layers; a crash before its end leaves the earlier state or none."""
+        description: dict[str, Any] = {"version": _VERSION, "model": self._identity, "kind": self._kind}
+        description["layers"], others, length = {}, {}, 0
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, OffloadedLayer):
+                others[index] = _state_of(layer)
+            elif layer.is_initialized:
+                layer.flush()
+                if isinstance(layer.rows, FileRows):
+                    layer.rows.synchronize()
+                description["layers"][index] = {**asdict(layer.codec), "tokens": layer.rows.count}
+                length = length or layer.rows.count
+        description["tokens"] = _as_lists(tokens, length)
+        try:
+            _replace(self._root / _OTHER_LAYERS, lambda path: torch.save(others, path))
+            _replace(self._root / _DESCRIPTION, lambda path: path.write_text(json.dumps(description)))
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            raise SetupError(
+                "The KV cache could not be saved.",
+                file=self._root,
+                found=error,
+                fix="Free disk space, and save again.",
+            ) from error
+        self.saved_length = length
+
+    def restore(self, layers: Sequence[Any]) -> torch.Tensor | None:
+        """Restores the saved state of all layers, if there is one.
+
+        Returns:
+            The saved token ids: [batch, tokens].
+        """
+        path = self._root / _DESCRIPTION
+        if not path.exists():
+            return None
+        description = self._read_description(path)
+        try:
+            found = {int(index): dict(fields) for index, fields in description["layers"].items()}
+            for index, fields in found.items():
+                length = int(fields.pop("tokens"))
+                codec = KvCodec(**fields)
+                layers[index].restore(codec, FileRows(codec.row_nbytes, self.file_of(index), length))
+                self.saved_length = self.saved_length or length
+            others = torch.load(self._root / _OTHER_LAYERS, map_location="cpu", weights_only=True)
+            for index, state in others.items():
+                vars(layers[index]).update(state)
+            tokens = description["tokens"]
+            return None if tokens is None else torch.tensor(tokens)
+        except _DAMAGES as error:
+            raise _damaged(self._root, error) from error
+
+    def _read_description(self, path: Path) -> dict[str, Any]:
+        try:
+            description = json.loads(path.read_text())
+            found = tuple(description[key] for key in ("version", "model", "kind"))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise _damaged(path, error) from error
+        expected = (_VERSION, self._identity, self._kind)
+        names = ("version", "model", "kv_cache_dtype")
+        for name, one, other in zip(names, expected, found, strict=True):
+            if one != other:
+                raise SetupError(
+                    "The folder holds a KV cache of another model or kind.",
+                    file=path,
+                    expected=f"{name} {one}",
+                    found=f"{name} {other}",
+                    fix=_NEW_FOLDER,
+                )
+        return description
+
+
+def send(layer: Any, device: torch.device) -> None:
+    """Sends all tensors of a restored layer to the device that computes with it."""
+    for name, value in vars(layer).items():
+        setattr(layer, name, _mapped(value, lambda tensor: tensor.to(device)))
+    if hasattr(layer, "device"):
+        layer.device = device
+
+
+def identity_of(model: nn.Module) -> str:
+    """Returns a digest of what keys and values depend on: config, weights, and adapters.
+
+    The weights are sampled at 16 places of each file.
+
+    Raises:
+        SetupError: hfq did not load the model.
+    """
+    loading = loader_of(model)
+    fields = model.config.to_dict()  # type: ignore[operator, union-attr]
+    for name in _VOLATILE:
+        fields.pop(name, None)
+    digest = hashlib.sha256(json.dumps([fields, str(model.dtype)], sort_keys=True, default=str).encode())
+    for file in sorted(loading.checkpoint.headers):
+        _sample(digest, loading.reader, file)
+    for name, value in model.named_parameters():
+        if ".lora_" in name:
+            digest.update(
+                name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            )
+    return digest.hexdigest()[:32]
+
+
+def _sample(digest: Any, reader: Reader, file: str) -> None:
+    size = os.fstat(reader.descriptor(file)).st_size
+    digest.update(f"{Path(file).name} {size}".encode())
+    for place in range(_SAMPLES):
+        offset = max(size - _SAMPLE_NBYTES, 0) * place // (_SAMPLES - 1)
+        digest.update(os.pread(reader.descriptor(file), _SAMPLE_NBYTES, offset))
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    return {name: _mapped(value, torch.Tensor.cpu) for name, value in vars(layer).items()}
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """Returns a value whose tensors are changed, also in lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(each, change) for each in value)
+    return value
+
+
+def _as_lists(tokens: torch.Tensor | None, length: int) -> list | None:
+    if tokens is None:
+        return None
+    if tokens.dim() != 2 or tokens.shape[1] < length:
+        raise SetupError(
+            "save() needs all token ids of the cache.",
+            expected=f"[batch, {length} or more]",
+            found=list(tokens.shape),
+            fix="Pass the token ids of the whole conversation, as generate returns them.",
+        )
+    return tokens.tolist()
+
+
+def _replace(path: Path, write: Any) -> None:
+    new = path.with_name(path.name + ".new")
+    write(new)
+    with open(new, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        "The saved KV cache is damaged.",
+        file=path,
+        expected="the files that save() wrote",
+        found=f"{type(error).__name__}: {error}",
+        fix="Delete the folder, and compute the conversation again.",
+    )

@@ -1,0 +1,52 @@
+"""Tests that an offloaded KV cache of models on accelerators equals transformers' own, in every order of streams."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hfq
+from tests.support.accelerator_maps import MIXED, ORDERS
+from tests.support.models import GPTQ, load
+
+pytestmark = pytest.mark.accelerator
+
+MAPS = {"1": {"": "sim:0"}, **MIXED}
+PROMPT = torch.arange(3, 20)[None]
+
+
+def generate(model, cache, prompt=PROMPT, count=8):
+    options = {"max_new_tokens": count, "do_sample": False, "past_key_values": cache}
+    return model.generate(prompt.to("sim:0"), **options).cpu()
+
+
+@pytest.fixture(scope="module")
+def expected(sim):
+    model = load(GPTQ, MAPS["1"])
+    return {count: generate(model, DynamicCache(config=model.config), count=count) for count in (8, 13)}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("placement", MAPS)
+def test_tokens_are_equal_and_resume(sim, expected, placement, order, tmp_path):
+    with sim.streams(**ORDERS[order]):
+        model = load(GPTQ, MAPS[placement])
+        assert torch.equal(generate(model, hfq.OffloadedCache(model)), expected[8])
+        with hfq.OffloadedCache(model, tmp_path) as cache:
+            cache.save(generate(model, cache))
+        with hfq.OffloadedCache(model, tmp_path) as cache:
+            assert torch.equal(generate(model, cache, cache.tokens, 5), expected[13])
+
+
+def test_the_device_holds_two_layers_of_a_long_conversation(sim):
+    model = load(GPTQ, MAPS["1"])
+    with torch.no_grad():
+        held = {}
+        for kind in ("dynamic", "offloaded"):
+            is_own = kind == "offloaded"
+            cache = hfq.OffloadedCache(model) if is_own else DynamicCache(config=model.config)
+            model(torch.arange(1200)[None].to("sim:0"), past_key_values=cache)
+            torch.accelerator.synchronize()
+            held[kind] = sim.memory_allocated(0)
+            nbytes = 4 * 2 * 1200 * 4 * 32 * 4  # four layers of keys and values
+            del cache
+    assert held["dynamic"] - held["offloaded"] >= nbytes * 3 // 4

@@ -1,0 +1,154 @@
+"""Tests that a saved KV cache resumes in another process, or is refused by name."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hfq
+from hfq.errors import CheckpointError, HfqError, SetupError
+from tests.support import tiny_models
+from tests.support.models import GPTQ, load
+
+PROMPT = torch.arange(3, 20)[None]
+IN_A_CHILD = """
+import sys, torch, hfq
+from tests.support.models import load
+with hfq.OffloadedCache(load(), sys.argv[1]) as cache:
+    found = load().generate(cache.tokens, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    cache.save(found)
+"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load()
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    """A folder with a conversation of 23 tokens, of which 22 are in the cache."""
+    with hfq.OffloadedCache(model, tmp_path / "cache") as cache:
+        cache.save(generate(model, cache, PROMPT, 6))
+    return tmp_path / "cache"
+
+
+def generate(model, cache, tokens, count):
+    return model.generate(tokens, past_key_values=cache, max_new_tokens=count, do_sample=False)
+
+
+def test_another_process_continues(model, saved):
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", IN_A_CHILD, str(saved)], check=True, env=environment, cwd=root)
+    expected = generate(model, DynamicCache(config=model.config), PROMPT, 18)
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 28
+        assert torch.equal(generate(model, cache, cache.tokens, 6), expected)
+
+
+def test_what_was_not_saved_is_forgotten(model, saved):
+    with hfq.OffloadedCache(model, saved) as cache:
+        generate(model, cache, cache.tokens, 9)
+        assert cache.get_seq_length() == 31
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 22
+        assert cache.tokens.shape == (1, 23)
+
+
+@pytest.mark.parametrize("change", ["crop", "reset", "reorder_cache", "batch_repeat_interleave"])
+def test_changed_rows_forget_the_saved_state(model, saved, change):
+    arguments = {"crop": (-9,), "reorder_cache": (torch.tensor([0]),), "batch_repeat_interleave": (2,)}
+    with hfq.OffloadedCache(model, saved) as cache:
+        getattr(cache, change)(*arguments.get(change, ()))
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 0
+        assert cache.tokens is None
+
+
+def test_a_crop_of_tokens_that_were_not_saved_keeps_the_saved_state(model, saved):
+    with hfq.OffloadedCache(model, saved) as cache:
+        generate(model, cache, cache.tokens, 9)
+        cache.crop(-9)
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 22
+
+
+def test_another_model_is_refused(saved, tmp_path):
+    with pytest.raises(SetupError, match="another model or kind") as caught:
+        hfq.OffloadedCache(load(tiny_models.DATA / "tiny-llama-fp8"), saved)
+    assert caught.value.file == saved / "kv_cache.json"
+
+
+def test_other_weights_of_the_same_sizes_are_refused(saved, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in GPTQ.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            start = 8 + int.from_bytes(data[:8], "little")
+            for place in range(start, start + 393_216, 512):  # the embeddings in bfloat16
+                data[place] ^= 1
+        (other / file.name).write_bytes(data)
+    with pytest.raises(SetupError, match="another model or kind"):
+        hfq.OffloadedCache(load(other), saved)
+
+
+def test_another_dtype_of_the_cache_is_refused(model, saved):
+    with pytest.raises(SetupError, match="another model or kind") as caught:
+        hfq.OffloadedCache(model, saved, kv_cache_dtype="fp8")
+    assert caught.value.expected == "kv_cache_dtype fp8"
+
+
+def test_one_cache_uses_a_folder_at_a_time(model, saved):
+    with hfq.OffloadedCache(model, saved), pytest.raises(SetupError, match="Another KV cache"):
+        hfq.OffloadedCache(model, saved)
+    hfq.OffloadedCache(model, saved).close()
+
+
+@pytest.mark.parametrize("file", ["kv_cache.json", "layer_00001.kv", "other_layers.pt"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "garbage"])
+def test_a_damaged_folder_is_refused_before_a_token_is_computed(model, saved, file, damage):
+    path = saved / file
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage == "truncated" else b"\x80garbage")
+    if (file, damage) == ("kv_cache.json", "missing"):
+        assert hfq.OffloadedCache(model, saved).get_seq_length() == 0
+        return
+    with pytest.raises(CheckpointError) as caught:
+        hfq.OffloadedCache(model, saved)
+    assert "Fix: Delete the folder" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layers", {"9": {}}), ("layers", {"0": {"tokens": "x"}}), ("layers", 3), ("tokens", [[1], [2, 3]])],
+)
+def test_a_changed_description_is_refused(model, saved, field, value):
+    path = saved / "kv_cache.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(HfqError):
+        hfq.OffloadedCache(model, saved)
+
+
+def test_too_few_tokens_are_refused(model, saved):
+    with (
+        hfq.OffloadedCache(model, saved) as cache,
+        pytest.raises(SetupError, match="all token ids") as caught,
+    ):
+        cache.save(cache.tokens[:, :9])
+    assert caught.value.expected == "[batch, 22 or more]"
+
+
+def test_a_folder_that_cannot_be_made_is_named(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="cannot be used") as caught:
+        hfq.OffloadedCache(model, tmp_path / "file")
+    assert caught.value.file == tmp_path / "file"
