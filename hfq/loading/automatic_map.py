@@ -20,8 +20,10 @@ from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import flat_layout
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.embedding_rows import can_read_rows
+from hfq.offload.expert_reader import EXPERT_GAP_NBYTES
+from hfq.offload.offloader import OffloadOptions
 from hfq.offload.unit import UnquantizedParameter
-from hfq.offload.unit_layout import lay_out
+from hfq.offload.unit_layout import lay_out, layout_nbytes
 from hfq.placement.accelerators import free_nbytes, list_accelerators
 from hfq.placement.budget import Budget, Kind, Unit, plan_devices
 from hfq.placement.device_map import check_device, covering_device
@@ -36,6 +38,7 @@ __all__ = [
     "map_of",
     "places_of_tied",
     "plan_map",
+    "routed_experts",
 ]
 
 logger = logging.get_logger("hfq")
@@ -77,6 +80,12 @@ def experts_per_token(config: Any) -> int | None:
         "top_k",
     )
     return next((count for name in names if isinstance(count := getattr(config, name, None), int)), None)
+
+
+def routed_experts(model: PreTrainedModel) -> int:
+    """Returns the number of experts that a token is routed to, or the offloader's default."""
+    known = experts_per_token(model.config.get_text_config(decoder=True))
+    return known or OffloadOptions.routed_experts
 
 
 def plan_map(
@@ -157,6 +166,15 @@ class _Part:
     kind: Kind
     nbytes: int = 0
     stored: list[TensorInfo] = field(default_factory=list)
+    experts: dict[str, list[TensorInfo]] = field(default_factory=dict)
+
+    def routed_nbytes(self, count: int) -> int:
+        """Returns the bytes of the places of this number of experts, on any device."""
+        sizes = [
+            max(layout_nbytes(infos, is_on_host, EXPERT_GAP_NBYTES) for is_on_host in (True, False))
+            for infos in self.experts.values()
+        ]
+        return min(count, len(sizes)) * max(sizes, default=0)
 
 
 def gather_units(
@@ -180,6 +198,8 @@ def gather_units(
             part = parts.setdefault(*_unit(around, path, "other"))
             part.nbytes += flat_layout(module.infos)[1]
             part.stored += module.infos.values()
+            if part.kind == "experts":
+                part.experts.setdefault(path.rpartition(".")[0], []).extend(module.infos.values())
             continue
         for local, parameter in module._parameters.items():
             name = f"{path}.{local}" if path else local
@@ -198,7 +218,11 @@ def gather_units(
             part = parts.setdefault(*unit)
             part.nbytes += parameter.numel() * dtypes.get(name, parameter.dtype).itemsize
             part.stored += [info] if info is not None else []
-    return [Unit(name, part.nbytes, part.kind, lay_out(part.stored).nbytes) for name, part in parts.items()]
+    routed = routed_experts(model)
+    return [
+        Unit(name, part.nbytes, part.kind, lay_out(part.stored).nbytes, part.routed_nbytes(routed))
+        for name, part in parts.items()
+    ]
 
 
 def _unit(around: tuple[str, Kind] | None, name: str, kind: Kind) -> tuple[str, _Part]:

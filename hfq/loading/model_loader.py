@@ -25,7 +25,7 @@ from transformers.utils import logging
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.read_plan import ReadPlan
 from hfq.formats.configs.source_config import source_config
-from hfq.loading.automatic_map import experts_per_token, gather_units, plan_map
+from hfq.loading.automatic_map import gather_units, plan_map, routed_experts
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
 from hfq.loading.context import load_context, remember_plan
@@ -336,13 +336,8 @@ class ModelLoader(LoadState):
     def _offload_options(self, experts: Sequence[QuantizedModule]) -> OffloadOptions:
         read_ahead, caches = self._read_ahead_nbytes(), self._cache_limits(experts)
         threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
-        routed = (
-            experts_per_token(self.model.config.get_text_config(decoder=True))
-            or OffloadOptions.routed_experts
-        )
-        return OffloadOptions(
-            self.config.disk_io, self.config.disk_checksum, threads, caches, routed, read_ahead
-        )
+        mode, verify, routed = self.config.disk_io, self.config.disk_checksum, routed_experts(self.model)
+        return OffloadOptions(mode, verify, threads, caches, routed, read_ahead)
 
     def _cache_limits(self, experts: Sequence[QuantizedModule]) -> dict[torch.device | None, int]:
         """Returns the bytes of the expert cache on each device."""

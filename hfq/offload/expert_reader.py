@@ -24,7 +24,19 @@ from hfq.offload.unit import is_on_disk
 from hfq.offload.unit_layout import PAGE, UnitLayout, lay_out, lay_out_on_device, layout_nbytes
 from hfq.tensor_spec import ByteRange, Segment, TensorInfo
 
-__all__ = ["AcceleratorExperts", "Contents", "Expert", "ExpertMemory", "HostExperts", "gather_experts"]
+__all__ = [
+    "EXPERT_GAP_NBYTES",
+    "AcceleratorExperts",
+    "Contents",
+    "Expert",
+    "ExpertMemory",
+    "HostExperts",
+    "gather_experts",
+    "place_nbytes",
+]
+
+EXPERT_GAP_NBYTES = PAGE
+"""Most bytes between two tensors of an expert that are read together. Gaps take memory in every place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +63,7 @@ class Expert:
     @property
     def place_nbytes(self) -> int:
         """The bytes that the expert needs on its device, a multiple of 4096."""
-        return layout_nbytes(self.infos, self.device.type == "cpu")
+        return layout_nbytes(self.infos, self.device.type == "cpu", EXPERT_GAP_NBYTES)
 
     @functools.cached_property
     def mapped(self) -> tuple[QuantizedModule, ...]:
@@ -69,10 +81,10 @@ class Expert:
         """The reads, and the offset of each tensor in a place."""
         infos = self.infos
         if self.device.type == "cpu":
-            return lay_out(infos)
+            return lay_out(infos, EXPERT_GAP_NBYTES)
         held = self.pinned.in_order(infos) if self.pinned is not None else []
         held += [info for module in self.mapped for info in module.infos.values() if info not in held]
-        return lay_out_on_device(infos, held)
+        return lay_out_on_device(infos, held, EXPERT_GAP_NBYTES)
 
     def tensors(self, buffer: torch.Tensor) -> dict[QuantizedModule, LayerTensors]:
         """Returns views of a place that holds the expert."""

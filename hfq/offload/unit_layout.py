@@ -133,12 +133,12 @@ def lay_out_on_device(
     return UnitLayout(runs, places, tuple(copies), _up(end, PAGE))
 
 
-def layout_nbytes(infos: Iterable[TensorInfo], is_on_host: bool) -> int:
+def layout_nbytes(infos: Iterable[TensorInfo], is_on_host: bool, gap_nbytes: int = GAP_NBYTES) -> int:
     """Returns the bytes of `lay_out` or of `lay_out_on_device`, which take longer."""
     infos = [info for info in infos if info.nbytes]
     if not is_on_host:
         return _up(sum(_up(info.nbytes, DEVICE_ALIGNMENT) for info in set(infos)), PAGE)
-    runs = coalesce([info.range for info in infos], GAP_NBYTES)
+    runs = coalesce([info.range for info in infos], gap_nbytes)
     unaligned = {info for info in infos if info.range.offset % (DTYPE_BITS[info.dtype] // 8 or 1)}
     copied = sum(_up(info.nbytes, _COPY_ALIGNMENT) for info in unaligned)
     return _up(sum(Run(run, 0).nbytes for run in runs) + copied, PAGE)

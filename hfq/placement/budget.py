@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ __all__ = [
     "default_cache_nbytes",
     "find_budget",
     "layer_buffer_nbytes",
+    "least_cache_nbytes",
     "plan_devices",
     "store_units",
     "units_leaving",
@@ -47,12 +48,14 @@ class Unit:
             cannot leave the execution device.
         buffer_nbytes: Bytes in the offload buffer, in whole pages and in the stored dtype; None if equal to
             `nbytes`.
+        routed_nbytes: Of `experts`: bytes of those that a token is routed to, which are onloaded together.
     """
 
     name: str
     nbytes: int
     kind: Kind
     buffer_nbytes: int | None = None
+    routed_nbytes: int = 0
 
     @property
     def unit_onloaded_nbytes(self) -> int:
@@ -108,27 +111,46 @@ class Budget:
     def with_default_caches(self, units: Sequence[Unit], context_nbytes: int = 0) -> Budget:
         """Returns the same budget with expert caches of the default size.
 
-        They are on the devices that compute offloaded experts, and take nothing from read-ahead.
+        They are on the devices that compute offloaded experts, and take nothing from read-ahead. On the CPU
+        they also take the memory of the experts that stay, since a cache keeps those that are used.
 
         Args:
             units: Units of the model.
             context_nbytes: Bytes of each accelerator for the KV cache and the activations; those of the host
                 are not counted.
         """
+        budget = self._without_experts(units)
         experts: Counter[str] = Counter()
         for unit in units:
-            device = self.executes.get(unit.name, self.main)
-            if unit.kind == "experts" and self.devices[unit.name] != device:
+            device = budget.executes.get(unit.name, budget.main)
+            if unit.kind == "experts" and budget.devices[unit.name] != device:
                 experts[device] += unit.nbytes
         read_ahead = self.read_ahead_nbytes() if self.buffers else 0
-        left = replace(self, expert_caches={}).headroom()
+        left = replace(budget, expert_caches={}).headroom()
+        least = least_cache_nbytes(units)
         caches = {
             device: default_cache_nbytes(
-                left.get(device, 0) - read_ahead, nbytes, 0 if device == "cpu" else context_nbytes
+                left.get(device, 0) - read_ahead, nbytes, 0 if device == "cpu" else context_nbytes, least
             )
             for device, nbytes in experts.items()
         }
-        return replace(self, expert_caches=caches)
+        return replace(budget, expert_caches=caches)
+
+    def _without_experts(self, units: Sequence[Unit]) -> Budget:
+        """Returns the same budget with all experts on disk, if the CPU cannot keep all of them."""
+        gone = [unit for unit in units if unit.kind == "experts" and self.devices[unit.name] == "cpu"]
+        nbytes = sum(unit.nbytes for unit in gone)
+        room = self.headroom().get("disk", math.inf)
+        if self.main != "cpu" or not self.on_demand_nbytes or nbytes > room:
+            return self
+        stored = Counter(self.stored_nbytes)
+        stored.update({"cpu": -nbytes, "disk": nbytes})
+        return replace(
+            self,
+            devices={**self.devices, **{unit.name: "disk" for unit in gone}},
+            stored_nbytes=dict(stored),
+            on_demand_nbytes=self.on_demand_nbytes + nbytes,
+        )
 
     def __str__(self) -> str:
         left = self.headroom()
@@ -165,24 +187,31 @@ def plan_devices(
             holds nothing.
         main: Execution device: `"cpu"`, or the accelerator.
         expert_cache_nbytes: Bytes of the cache for routed experts on the execution device, used if experts
-            are offloaded.
+            are offloaded. The experts that a token is routed to have memory also where this is less.
 
     Raises:
         PlacementError: Not even the smallest placement fits; `fix` names limits that do.
     """
     everything = {main: sum(unit.nbytes for unit in units)}
-    return find_budget(capacities, lambda limits: _plan(units, limits, main, expert_cache_nbytes), everything)
+    cache = max(expert_cache_nbytes, least_cache_nbytes(units))
+    return find_budget(capacities, lambda limits: _plan(units, limits, main, cache), everything)
 
 
-def default_cache_nbytes(left: int, experts_nbytes: int, context_nbytes: int) -> int:
+def least_cache_nbytes(units: Iterable[Unit]) -> int:
+    """Returns the bytes of the experts that a token is routed to in the largest layer."""
+    return max((unit.routed_nbytes for unit in units), default=0)
+
+
+def default_cache_nbytes(left: int, experts_nbytes: int, context_nbytes: int, least_nbytes: int) -> int:
     """Returns the bytes of the expert cache of a device, if the user gives none.
 
     Args:
         left: Bytes of the device besides weights, offload buffer, and read-ahead.
         experts_nbytes: Bytes of the offloaded experts that it computes.
         context_nbytes: Bytes of its KV cache and activations.
+        least_nbytes: Bytes of the experts that a token is routed to.
     """
-    return max(0, min(left - context_nbytes, experts_nbytes))
+    return max(least_nbytes, min(left - context_nbytes, experts_nbytes))
 
 
 @dataclass(frozen=True)
@@ -236,7 +265,7 @@ def find_budget(
 def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache: int) -> Budget | Shortage:
     leaving = units_leaving(units, capacities.get(main, 0), cache, is_spread=main != "cpu")
     if isinstance(leaving, int):
-        what = "weights that cannot be offloaded, and the offload buffer"
+        what = "weights that cannot be offloaded, the offload buffer, and the expert cache"
         return Shortage(main, leaving, what, {main: leaving})
     return store_units(units, capacities, {unit.name: main for unit in units}, leaving, cache)
 

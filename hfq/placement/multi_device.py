@@ -18,6 +18,7 @@ from hfq.placement.budget import (
     Unit,
     find_budget,
     layer_buffer_nbytes,
+    least_cache_nbytes,
     store_units,
     units_leaving,
 )
@@ -64,8 +65,10 @@ def plan_accelerators(
         PlacementError: The model does not fit; `fix` names limits that do.
     """
 
+    cache = max(expert_cache_nbytes, least_cache_nbytes(units))
+
     def plan(limits: Mapping[str, int]) -> Budget | Shortage:
-        parts = _Parts(_group(units), limits, expert_cache_nbytes, layer_nbytes, device_nbytes)
+        parts = _Parts(_group(units), limits, cache, layer_nbytes, device_nbytes)
         found: list[tuple[float, Budget]] = []
         shortages: list[Shortage] = []
         for candidate in parts.candidates(strategy):
@@ -277,7 +280,7 @@ class _Parts:
         part = _Part(device, 0, len(self.groups))
         leaving = self.leaving(part)
         if isinstance(leaving, int):
-            what = "weights that cannot be offloaded, and the offload buffer"
+            what = "weights that cannot be offloaded, the offload buffer, and the expert cache"
             return Shortage(device, leaving, what, {device: leaving})
         return self.store([part])
 

@@ -7,6 +7,7 @@ import copy
 import os
 import threading
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 import torch
@@ -168,7 +169,9 @@ def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
         assert hits + misses == len(used)
         assert cache.nbytes <= cache.budget
         requests = Counter(chunks.values())
-        assert sum(1 / requests[chunks[chunk]] for chunk in read) == misses  # each one is read once, whole
+        assert (
+            sum(Fraction(1, requests[chunks[chunk]]) for chunk in read) == misses
+        )  # each one is read once, whole
     if budget is None:
         assert (hits, misses) == (len(used), 0)
     else:

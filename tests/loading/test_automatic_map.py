@@ -182,9 +182,8 @@ def test_experts_leave_before_blocks(moe, whole_moe):
     units = {unit.name: unit for unit in units_of(whole_moe)}
     experts = [f"model.layers.{layer}.mlp.experts" for layer in range(moe_models.LAYERS)]
     assert [unit.name for unit in units.values() if unit.kind == "experts"] == experts
-    some, _ = planned(whole_moe, {"cpu": total(whole_moe) - units["model.embed_tokens"].nbytes - 1})
-    assert some == {"": "cpu", experts[1]: "disk"}
-    least = sum(unit.nbytes for unit in units.values() if unit.kind not in ("experts", "embedding"))
+    cache = max(unit.routed_nbytes for unit in units.values())
+    least = cache + sum(unit.nbytes for unit in units.values() if unit.kind not in ("experts", "embedding"))
     model = load(moe, max_memory={"cpu": least}, expert_cache_size=0)
     assert model.hfq_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
     assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
@@ -192,13 +191,21 @@ def test_experts_leave_before_blocks(moe, whole_moe):
     assert (budget.buffers, budget.on_demand_nbytes) == ({}, sum(units[name].nbytes for name in experts))
 
 
-def test_the_cache_of_experts_counts(moe, whole_moe):
-    experts = max(unit.nbytes for unit in units_of(whole_moe) if unit.kind == "experts")
-    budget = load(
-        moe, max_memory={"cpu": total(whole_moe) - experts}, expert_cache_size=5000
-    ).hf_quantizer.loading.budget
-    assert budget.expert_caches == {"cpu": 5000}
+@pytest.mark.parametrize("size", [0, 57_000, "80KB", None])
+def test_the_cache_of_experts_counts(moe, whole_moe, size):
+    units = units_of(whole_moe)
+    model = load(moe, max_memory={"cpu": total(whole_moe) - 1000}, expert_cache_size=size)
+    budget, offloader = model.hf_quantizer.loading.budget, model.hf_quantizer.loading.offloader
+    least = max(unit.routed_nbytes for unit in units)
+    experts = {unit.name: unit.nbytes for unit in units if unit.kind == "experts"}
+    assert budget.expert_caches == {
+        "cpu": {0: least, 57_000: least, "80KB": 80_000, None: sum(experts.values())}[size]
+    }
+    assert offloader.experts.budget <= budget.expert_caches["cpu"]
     assert budget.headroom()["cpu"] >= 0
+    staying = [name for name in experts if budget.devices[name] == "cpu"]
+    assert len(staying) == (1 if size in (0, 57_000) else 0)  # by default the cache takes their memory
+    assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
 
 
 def test_a_part_may_stay_while_what_is_around_it_leaves(whole, monkeypatch):

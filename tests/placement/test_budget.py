@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -336,8 +337,34 @@ def test_the_default_cache_takes_what_a_context_leaves():
     bare = plan_devices(MOE, {"cpu": 140}, "cpu")
     left, experts = bare.headroom()["cpu"], bare.on_demand_nbytes
     assert 0 < left < experts
-    assert bare.with_default_caches(MOE, 5).expert_caches == {"cpu": left}
+    staying = sum(unit.nbytes for unit in MOE if unit.kind == "experts") - experts
+    cached = bare.with_default_caches(MOE, 5)
+    assert cached.expert_caches == {"cpu": left + staying}
+    assert all(cached.devices[unit.name] == "disk" for unit in MOE if unit.kind == "experts")
+    assert cached.headroom() == {"cpu": 0}
     budget = plan_devices(MOE, {"cuda:0": 140, "cpu": 200}, "cuda:0")
     assert budget.with_default_caches(MOE, 5).expert_caches == {"cuda:0": left - 5}
     assert budget.with_default_caches(MOE, left).expert_caches == {"cuda:0": 0}
     assert min(budget.with_default_caches(MOE).headroom().values()) >= 0
+
+
+def test_experts_stay_where_all_fit_or_the_disk_has_no_room():
+    everything = plan_devices(MOE, {"cpu": 170}, "cpu")
+    assert everything.with_default_caches(MOE) == everything
+    small = plan_devices(MOE, {"cpu": 140, "disk": 110}, "cpu")
+    assert small.with_default_caches(MOE).devices == small.devices
+
+
+@pytest.mark.parametrize("main", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("cache", [0, 5, 25])
+def test_the_experts_of_a_token_have_memory_in_any_case(main, cache):
+    units = [replace(unit, routed_nbytes=10) if unit.kind == "experts" else unit for unit in MOE]
+    host = {} if main == "cpu" else {"cpu": 200}
+    budget = plan_devices(units, {main: 140, **host}, main, cache)
+    assert budget.expert_caches == {main: max(cache, 10)}
+    assert budget.headroom()[main] >= 0
+    assert plan_devices(units, {main: 60, **host}, main).expert_caches == {main: 10}
+    with pytest.raises(PlacementError, match="too small") as refused:
+        plan_devices(units, {main: 35, **host}, main)
+    assert "the expert cache" in refused.value.expected
+    assert budget.with_default_caches(units, 1000).expert_caches[main] >= 10

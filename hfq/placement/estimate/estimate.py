@@ -192,7 +192,12 @@ def _work(
     kv, buffer = held
     offloaded = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
     on_disk = [unit for unit in offloaded if budget.devices[unit.name] == "disk"]
-    streamed, copied = (_moved(units, sizes.routed, workload.batch) for units in (on_disk, offloaded))
+    missed = min(1.0, sizes.routed * workload.batch)
+    if (
+        missed < 1
+    ):  # a cache that is smaller than all experts holds none of those that a step of all needs next
+        missed *= 1 - _cached_share(budget, offloaded)
+    streamed, copied = (_moved(units, missed) for units in (on_disk, offloaded))
     free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
     stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
     is_on_cpu = budget.main == "cpu"
@@ -212,11 +217,16 @@ def _work(
     )
 
 
-def _moved(units: Sequence[Unit], routed: float, batch: int) -> int:
-    """Returns the bytes that a step onloads: whole units, and routed experts."""
+def _moved(units: Sequence[Unit], missed: float) -> int:
+    """Returns the bytes that a step onloads: whole units, and this share of the experts."""
     whole = sum(unit.unit_onloaded_nbytes for unit in units if unit.is_offloaded)
-    experts = sum(unit.nbytes for unit in units if unit.kind == "experts")
-    return whole + int(experts * min(1.0, routed * batch))
+    return whole + int(missed * sum(unit.nbytes for unit in units if unit.kind == "experts"))
+
+
+def _cached_share(budget: Budget, offloaded: Sequence[Unit]) -> float:
+    """Returns the share of offloaded experts that caches hold: that of hits if routing is even."""
+    experts = sum(unit.nbytes for unit in offloaded if unit.kind == "experts")
+    return min(1.0, sum(budget.expert_caches.values()) / experts) if experts else 0.0
 
 
 def _does_not_fit(
