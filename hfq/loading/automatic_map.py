@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import PlacementError
 from hfq.loading.context import load_context
 from hfq.loading.kv_layers import context_nbytes
@@ -43,6 +44,9 @@ __all__ = [
 
 logger = logging.get_logger("hfq")
 
+_HOST_REST = 0.1
+"""Share of the host's available memory that an expert cache of automatic size leaves to everything else."""
+
 
 def computing_devices(max_memory: Mapping[int | str, int]) -> list[int | str]:
     """Returns the keys of the accelerators of `max_memory`, or of the CPU if it has none."""
@@ -56,7 +60,8 @@ def automatic_limits(max_memory: Mapping[int | str, int | str] | None) -> dict[i
     Args:
         max_memory: As given to `from_pretrained`; None for 90 % of what accelerators have free, as
             transformers does with one accelerator, and for the available memory of the host. accelerate knows
-            the memory of some kinds of accelerators alone, so hfq asks torch.
+            the memory of some kinds of accelerators alone, and no control groups, so hfq asks torch and the
+            system.
     """
     limits = get_max_memory(None if max_memory is None else dict(max_memory))
     if max_memory is not None:
@@ -65,6 +70,9 @@ def automatic_limits(max_memory: Mapping[int | str, int | str] | None) -> dict[i
     known = {index: nbytes for index, nbytes in free.items() if nbytes is not None}
     known = known or {key: limit for key, limit in limits.items() if isinstance(key, int)}
     host = {key: limit for key, limit in limits.items() if not isinstance(key, int)}
+    available = available_memory()
+    if available is not None and "cpu" in host:
+        host["cpu"] = min(host["cpu"], available)
     return {index: int(nbytes * 0.9) for index, nbytes in known.items()} | host
 
 
@@ -135,7 +143,9 @@ def plan_map(
             fix="Free memory of the device" + ("." if main == "cpu" else ', or pass device_map="cpu".'),
         ) from error
     if expert_cache_nbytes is None and budget.on_demand_nbytes:
-        budget = budget.with_default_caches(units, context_nbytes(model))
+        nbytes, is_limited = context_nbytes(model), load_context().max_memory is not None
+        rest = 0 if is_limited else nbytes + int(capacities.get("cpu", 0) * _HOST_REST)
+        budget = budget.with_default_caches(units, nbytes, rest)
     logger.info("hfq: placed by max_memory: %s", budget)
     return map_of(budget, model, keys), budget
 

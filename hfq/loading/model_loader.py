@@ -44,6 +44,7 @@ from hfq.loading.saving import like_source, stored_state
 from hfq.loading.state import LoadState
 from hfq.loading.validation import (
     check_experts_implementation,
+    check_host_memory,
     check_initialized,
     check_merged,
     check_not_converted,
@@ -343,6 +344,10 @@ class ModelLoader(LoadState):
         """Returns the bytes of the expert cache on each device."""
         asked, devices = self.config.expert_cache_nbytes, [module.compute_device for module in experts]
         if asked is not None:
+            nbytes = sum(info.nbytes for module in experts for info in module.infos.values())
+            if self.main == "cpu":
+                fix = "Pass a smaller HfqConfig(expert_cache_size=...)."
+                check_host_memory("the expert cache", min(asked, nbytes), self.read_report.mapped, fix)
             return dict.fromkeys(devices, asked)
         if self.budget is not None:
             return {device: self.budget.expert_caches.get(str(device), 0) for device in devices}

@@ -31,7 +31,7 @@ from hfq.formats import Format
 from hfq.loading.context import load_context
 from hfq.loading.ranks import is_deepspeed
 from hfq.loading.state import LoadState
-from hfq.loading.validation import check_bias
+from hfq.loading.validation import check_bias, check_host_memory
 from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors, stack_tensors
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import huge_buffer
@@ -48,6 +48,7 @@ _CHECKS = "checks"
 _PRIVATE = "cpu"
 _SHARED = "shared"
 _PINNED = "pinned"
+_FITTING = 'Pass device_map="auto", which leaves on disk what does not fit.'
 _THREADS, _NETWORK_THREADS = 4, 16
 _SMALL = 64 << 20
 _STACKED_NBYTES = 16 << 20
@@ -432,8 +433,14 @@ def _worth_bringing_in(plan: ReadPlan, reader: Reader) -> list[ByteRange]:
     """Returns the mapped ranges that are not in memory.
 
     Returns no range if they do not fit in memory together with the buffers.
+
+    Raises:
+        PlacementError: The buffers alone do not fit.
     """
     cold, available = cold_ranges(plan.mapped, reader), available_memory()
+    copied = sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.kind == "private")
+    mapped = sum(source.nbytes for source in plan.mapped) if cold else 0  # else it is in memory already
+    check_host_memory("the copied weights", copied, mapped, _FITTING)
     wanted = sum(source.nbytes for source in cold) + sum(
         buffer.nbytes for buffer in plan.buffers.values() if buffer.kind != "staging"
     )

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
+from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.loading.context import opened_checkpoint
 from hfq.loading.matching.match import CheckpointMatch
@@ -17,6 +19,7 @@ from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = [
     "check_bias",
+    "check_host_memory",
     "check_experts_implementation",
     "check_initialized",
     "check_merged",
@@ -26,6 +29,8 @@ __all__ = [
     "open_files",
     "planned_dtypes",
 ]
+
+logger = logging.get_logger("hfq")
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -182,3 +187,37 @@ def check_tied(model: PreTrainedModel, is_apart: Callable[[str], bool]) -> None:
                 found="two",
                 fix="Restart the process, and do not load models in two threads at the same time.",
             )
+
+
+def check_host_memory(what: str, nbytes: int, mapped: int, fix: str) -> None:
+    """Checks that this process can use the memory that a load needs on the host.
+
+    A warning says if mapped weights do not fit, which the system then reads from disk again.
+
+    Args:
+        what: The contents of `nbytes`, for the messages.
+        nbytes: Bytes that the system cannot take back.
+        mapped: Bytes of mapped weights, which it can.
+        fix: What to change.
+
+    Raises:
+        PlacementError: The machine, or a control group of this process, has less memory than `nbytes`.
+    """
+    available = available_memory()
+    if available is None or nbytes + mapped <= available:
+        return
+    if nbytes > available:
+        raise PlacementError(
+            f"This process cannot use enough memory for {what}. Nothing was loaded.",
+            expected=f"{nbytes:,} free bytes",
+            found=f"{available:,} bytes that the machine and the control groups of this process leave",
+            fix=fix,
+        )
+    logger.warning(
+        "hfq: %s B of mapped weights%s exceed the %s B of memory that this process can use: "
+        "forward passes read weights from disk again and again. %s",
+        f"{mapped:,}",
+        f" and {nbytes:,} B for {what}" if nbytes else "",
+        f"{available:,}",
+        fix,
+    )

@@ -108,7 +108,9 @@ class Budget:
         left = self.headroom()
         return max(0, min((READ_AHEAD_NBYTES, *(left[device] for device in self.buffers if device in left))))
 
-    def with_default_caches(self, units: Sequence[Unit], context_nbytes: int = 0) -> Budget:
+    def with_default_caches(
+        self, units: Sequence[Unit], context_nbytes: int = 0, host_nbytes: int = 0
+    ) -> Budget:
         """Returns the same budget with expert caches of the default size.
 
         They are on the devices that compute offloaded experts, and take nothing from read-ahead. On the CPU
@@ -116,8 +118,8 @@ class Budget:
 
         Args:
             units: Units of the model.
-            context_nbytes: Bytes of each accelerator for the KV cache and the activations; those of the host
-                are not counted.
+            context_nbytes: Bytes of each accelerator for the KV cache and the activations.
+            host_nbytes: Bytes of the host that its cache leaves.
         """
         budget = self._without_experts(units)
         experts: Counter[str] = Counter()
@@ -130,7 +132,10 @@ class Budget:
         least = least_cache_nbytes(units)
         caches = {
             device: default_cache_nbytes(
-                left.get(device, 0) - read_ahead, nbytes, 0 if device == "cpu" else context_nbytes, least
+                left.get(device, 0) - read_ahead,
+                nbytes,
+                host_nbytes if device == "cpu" else context_nbytes,
+                least,
             )
             for device, nbytes in experts.items()
         }
