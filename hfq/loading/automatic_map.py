@@ -21,7 +21,7 @@ from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import flat_layout
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.embedding_rows import can_read_rows
-from hfq.offload.expert_reader import EXPERT_GAP_NBYTES
+from hfq.offload.experts.expert_reader import EXPERT_GAP_NBYTES
 from hfq.offload.offloader import OffloadOptions
 from hfq.offload.unit import UnquantizedParameter
 from hfq.offload.unit_layout import lay_out, layout_nbytes

@@ -61,7 +61,7 @@ from hfq.modules.offloaded_parameter import OffloadedParameter
 from hfq.modules.output_head import replace_head
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.copy_stream import copy_stream_to
-from hfq.offload.expert_cache import default_limits
+from hfq.offload.experts.expert_cache import default_limits
 from hfq.offload.guards import InputMover, WriteGuard, check_parts
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.stored_layers import use_stored

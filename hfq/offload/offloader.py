@@ -28,8 +28,8 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import EmbeddingTable, is_table, read_rows_on_demand
-from hfq.offload.expert_cache import ExpertCache, count_places
-from hfq.offload.expert_reader import (
+from hfq.offload.experts.expert_cache import ExpertCache, count_places
+from hfq.offload.experts.expert_reader import (
     AcceleratorExperts,
     Expert,
     ExpertMemory,

@@ -15,8 +15,9 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.flat_buffer import map_tensors, read_tensor
 from hfq.modules.linear import QuantizedLinear
-from hfq.offload.expert_cache import ExpertCache, _Places
-from hfq.offload.expert_reader import gather_experts, place_nbytes
+from hfq.offload.experts.expert_cache import ExpertCache
+from hfq.offload.experts.expert_reader import gather_experts, place_nbytes
+from hfq.offload.experts.places import Places
 from hfq.offload.offload_buffers import OffloadBuffers
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.unit import OffloadUnit, UnquantizedParameter
@@ -123,7 +124,7 @@ class Experts:
     def cache(self) -> ExpertCache:
         return self.offloader.experts
 
-    def places(self) -> _Places:
+    def places(self) -> Places:
         """Returns the places of the host."""
         (found,) = self.cache._places.values()
         return found

@@ -10,7 +10,7 @@ from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.unquantized import Unquantized
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.linear import QuantizedLinear
-from hfq.offload.expert_reader import gather_experts, place_nbytes
+from hfq.offload.experts.expert_reader import gather_experts, place_nbytes
 from hfq.offload.offloader import Offloader, OffloadOptions
 
 CPU = torch.device("cpu")

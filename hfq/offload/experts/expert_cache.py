@@ -8,11 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -20,7 +17,8 @@ from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import HfqError
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.expert_reader import Contents, Expert, ExpertMemory, place_nbytes
+from hfq.offload.experts.expert_reader import Expert, ExpertMemory, place_nbytes
+from hfq.offload.experts.places import Held, Lease, Places
 from hfq.offload.guards import in_unit
 from hfq.offload.reader_threads import Pool
 
@@ -69,7 +67,7 @@ class ExpertCache:
     ) -> None:
         self.experts = tuple(experts)
         self._expert_of = {module: expert for expert in self.experts for module in expert.modules}
-        self._places = {device: _Places(memory, pool) for device, memory in memories.items()}
+        self._places = {device: Places(memory, pool) for device, memory in memories.items()}
         self._read_alone = read_alone
         self._freed = threading.Condition()
         self._here = threading.local()
@@ -126,7 +124,7 @@ class ExpertCache:
         """
         experts = [self._expert_of[layers[0]] if layers else None for layers in routed]
         outer = self._onloaded()
-        lease = _Lease(is_nested=outer is not None)
+        lease = Lease(is_nested=outer is not None)
         try:
             try:
                 self._run(lease, experts, use)
@@ -143,11 +141,9 @@ class ExpertCache:
         for places in self._places.values():
             places.reset()
 
-    def _run(
-        self, lease: _Lease, experts: Sequence[Expert | None], use: Callable[[int, int], object]
-    ) -> None:
+    def _run(self, lease: Lease, experts: Sequence[Expert | None], use: Callable[[int, int], object]) -> None:
         order = {expert: index for index, expert in enumerate(experts) if expert is not None}
-        held: list[_Held | None] = []
+        held: list[Held | None] = []
         first = 0
         with self._freed:
             for expert in order:
@@ -170,11 +166,11 @@ class ExpertCache:
 
     def _start(
         self,
-        lease: _Lease,
+        lease: Lease,
         experts: Sequence[Expert | None],
         order: Mapping[Expert, int],
         first: int,
-        held: list[_Held | None],
+        held: list[Held | None],
     ) -> None:
         """Gives places to the next experts, at least to the first one, and starts their reads."""
         with self._freed:
@@ -194,7 +190,7 @@ class ExpertCache:
                     self.misses += not is_kept
                 held.append(taken)
 
-    def _onload(self, part: Iterable[_Held]) -> Tensors:
+    def _onload(self, part: Iterable[Held]) -> Tensors:
         """Waits for the reads of experts, and returns the tensors of their layers."""
         found = dict[QuantizedModule, Mapping[str, torch.Tensor]]()
         for each in part:
@@ -205,7 +201,7 @@ class ExpertCache:
                 raise in_unit(error, expert.name) from error
         return found
 
-    def _release(self, lease: _Lease, part: Iterable[_Held]) -> None:
+    def _release(self, lease: Lease, part: Iterable[Held]) -> None:
         """Frees the places of a part that computed."""
         with self._freed:
             for each in part:
@@ -213,171 +209,11 @@ class ExpertCache:
             self._freed.notify_all()
 
 
-class _Lease:
-    """Right of one call to the places that it uses; it ends for all of them at once.
-
-    Args:
-        is_nested: True within another call of this thread. Then the call must not wait for a place.
-
-    Attributes:
-        is_open: False after its end.
-        thread: The thread of the call.
-        is_nested: As above.
-    """
-
-    __slots__ = ("__weakref__", "is_nested", "is_open", "thread")
-
-    def __init__(self, is_nested: bool) -> None:
-        self.is_open, self.thread, self.is_nested = True, threading.get_ident(), is_nested
-
-
-class _Place:
-    """A place for one expert.
-
-    Attributes:
-        number: The number of the place in its memory.
-        contents: The expert that it holds, or that is being read; empty ones have no expert.
-        leases: The calls that use the contents. They are weak references, so that a call that was
-            interrupted ends its lease.
-        computed: Marks of the computation with the contents, on an accelerator.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.contents: Contents | None = None
-        self.leases: list[weakref.ref[_Lease]] = []
-        self.computed: list[Any] = []
-
-    def holders(self) -> list[_Lease]:
-        """Returns the leases that have not ended."""
-        found = [lease for ref in self.leases if (lease := ref()) is not None and lease.is_open]
-        if not found:
-            self.leases = []
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A place that a call uses.
-
-    Attributes:
-        place: The place.
-        contents: Its contents, which stay until the call frees the place.
-        is_kept: True if it held the expert already.
-    """
-
-    place: _Place
-    contents: Contents
-    is_kept: bool
-
-
-class _Places:
-    """The places of one device, in the order of their last use.
-
-    Only one thread at a time may call a method. A place never leaves the order, and its contents alone say
-    what it holds, so that no place is lost by an interrupt.
-    """
-
-    def __init__(self, memory: ExpertMemory, pool: Pool) -> None:
-        self.memory, self._pool = memory, pool
-        self._order = OrderedDict.fromkeys(_Place(number) for number in range(memory.count))
-        self._index: dict[Expert, _Place] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the places that are not empty."""
-        return sum(place.contents is not None for place in self._order) * self.memory.place_nbytes
-
-    def find(self, expert: Expert) -> _Place | None:
-        """Returns the place that holds an expert, or to which it is being read."""
-        place = self._index.get(expert)
-        contents = None if place is None else place.contents
-        if contents is None or contents.expert is not expert or self.memory.has_failed(contents):
-            return None
-        return place
-
-    def touch(self, expert: Expert) -> None:
-        """Notes the use of an expert, if it has a place."""
-        place = self.find(expert)
-        if place is not None:
-            self._order.move_to_end(place)
-
-    def take(self, expert: Expert, lease: _Lease, is_needed: Callable[[Expert], bool]) -> _Held | None:
-        """Returns a place of an expert; its read starts if it had none.
-
-        Args:
-            expert: The expert.
-            lease: The call that uses it.
-            is_needed: Returns True for experts that the same call needs later.
-
-        Returns:
-            None if calls use all places.
-        """
-        place = self.find(expert)
-        contents = None if place is None else place.contents
-        place = place or self._free_place(is_needed)
-        if place is None:
-            return None
-        place.leases.append(weakref.ref(lease))
-        held = _Held(place, contents or self._fill(place, expert), contents is not None)
-        self._order.move_to_end(place)
-        return held
-
-    def release(self, place: _Place, lease: _Lease) -> None:
-        """Ends a lease of a place after its computation was submitted."""
-        place.computed = self.memory.mark_use(place.computed)
-        place.leases = [ref for ref in place.leases if ref() is not None and ref() is not lease]
-
-    def are_taken_by_others(self) -> bool:
-        """Returns True if calls of other threads use places."""
-        own = threading.get_ident()
-        return any(lease.thread != own for place in self._order for lease in place.holders())
-
-    def reset(self) -> None:
-        """Forgets leases and reads in progress."""
-        for place in self._order:
-            place.leases, place.computed = [], []
-            if place.contents is not None and not place.contents.ticket.is_done():
-                place.contents = None
-
-    def _free_place(self, is_needed: Callable[[Expert], bool]) -> _Place | None:
-        """Returns the least recently used place without a lease.
-
-        It is the most recently used one if the same call needs all of them later.
-        """
-        found = None
-        for place in self._order:
-            if not place.holders():
-                if place.contents is None or not is_needed(place.contents.expert):
-                    return place
-                found = place
-        return found
-
-    def _fill(self, place: _Place, expert: Expert) -> Contents:
-        former = place.contents
-        if former is not None:
-            former.ticket.cancel()  # waits for reads that a failed call left
-            place.contents = None
-            if self._index.get(former.expert) is place:
-                del self._index[former.expert]
-        self.memory.free_after(place.computed)
-        place.computed = []
-        contents = self.memory.fill(place.number, expert)
-        try:
-            self._index[expert] = place
-            place.contents = contents  # before any thread writes there
-            self._pool.submit(contents.ticket)
-        except BaseException:
-            contents.ticket.is_cancelled = True
-            raise
-        return contents
-
-
 def _is_later(order: Mapping[Expert, int], index: int, expert: Expert) -> bool:
     return order.get(expert, -1) >= index
 
 
-def _size_of_part(held: Sequence[_Held | None], needed: int) -> int:
+def _size_of_part(held: Sequence[Held | None], needed: int) -> int:
     """Returns the number of experts that compute next.
 
     Args:

@@ -13,7 +13,7 @@ from hfq.formats.unquantized import Unquantized
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.linear import QuantizedLinear
 from hfq.offload.byte_source import CHUNK_NBYTES
-from hfq.offload.expert_reader import gather_experts, place_nbytes
+from hfq.offload.experts.expert_reader import gather_experts, place_nbytes
 from hfq.offload.host_memory import HUGE_PAGE
 from hfq.offload.offloader import Offloader, OffloadOptions
 from tests.support import programs

@@ -1,0 +1,1 @@
+"""Routed experts that are read when they are needed."""
