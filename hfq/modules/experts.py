@@ -20,7 +20,8 @@ from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_st
 
 __all__ = ["QuantizedExperts", "SortedExperts"]
 
-Onload = Callable[[Sequence[Sequence[QuantizedModule]], Callable[[int, int], object]], None]
+Routed = Sequence[Sequence[QuantizedModule]]
+Onload = Callable[[Routed, Callable[[int, int], object], Callable[[], Routed] | None], None]
 
 
 class ExpertLayers(LazyModule, nn.ModuleDict):
@@ -46,9 +47,12 @@ class QuantizedExperts(nn.ModuleList):
         is_interleaved: True if gate and up channels alternate, False if all gate channels come first.
 
     Attributes:
-        onload: Called with the offloaded layers of each routed expert, and with a function that computes with
-            the experts [first, last) of them. It calls the function for one part after the other, while their
-            weights are on the execution device. None if no layer is onloaded so.
+        onload: Called with the offloaded layers of each routed expert, with a function that computes with the
+            experts [first, last) of them, and with `guess_next` for these hidden states. It calls the first
+            function for one part after the other, while their weights are on the execution device. None if no
+            layer is onloaded so.
+        guess_next: Returns the offloaded layers of the experts that the next module of experts may route
+            these hidden states to. None if nothing tells.
         is_late: True if the enclosing block waits for results that are computed on the CPU (`await_outputs`),
             so that its other layers compute meanwhile.
     """
@@ -64,6 +68,7 @@ class QuantizedExperts(nn.ModuleList):
             apply_gate = functools.partial(apply_gate)  # a registered module would count as an expert
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.onload: Onload | None = None
+        self.guess_next: Callable[[torch.Tensor], Routed] | None = None
         self.is_late = False
         self._stacked = StackedExperts(
             self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
@@ -145,7 +150,8 @@ class QuantizedExperts(nn.ModuleList):
         if self.onload is None or not any(layers):
             use(routed)
         else:
-            self.onload(layers, lambda first, last: use(routed[first:last]))
+            guess = self.guess_next and functools.partial(self.guess_next, hidden_states)
+            self.onload(layers, lambda first, last: use(routed[first:last]), guess)
 
     def _add(
         self,

@@ -36,6 +36,7 @@ from hfq.offload.experts.expert_reader import (
     HostExperts,
     gather_experts,
 )
+from hfq.offload.experts.lookahead import Lookahead, attach_lookahead, token_ids
 from hfq.offload.guards import check_inputs, check_moves, in_unit, own_outputs, send_to
 from hfq.offload.lockstep import current_worker
 from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
@@ -152,6 +153,8 @@ class Offloader:
         self.passes = 0
         self.recorder: Recorder | None = None
         self.experts = self._make_cache(experts)
+        self._here = threading.local()
+        self._first_lookahead: Lookahead | None = None
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _offloaders.add(self)
         self._record()
@@ -225,7 +228,13 @@ class Offloader:
                 memories[device] = HostExperts(own, count, self.source, stream)
             else:
                 memories[device] = AcceleratorExperts(own, count, self.source, stream)
-        return ExpertCache(experts, memories, self.pool, lambda module: self._read(module).use())
+        return ExpertCache(
+            experts, memories, self.pool, lambda module: self._read(module).use(), self._may_guess
+        )
+
+    def _may_guess(self) -> bool:
+        """Returns True if experts may be read ahead: buffered reads copy on the cores that compute."""
+        return self.source.mode == "direct" and self._finalizer.alive
 
     def _buffers_of(self, index: int) -> OffloadBuffers:
         return self.buffers[self.units[index].device]
@@ -251,6 +260,7 @@ class Offloader:
             and (self._files or is_accelerated)
             and root not in [unit.module for unit in units]
         ):
+            self._first_lookahead = attach_lookahead(root, lambda: getattr(self._here, "input_ids", None))
             self._wrap_root(root)
             offloaded = {unit.device: unit.name for unit in self.units}
             offloaded |= {module.compute_device: module.name for module in on_demand}
@@ -310,15 +320,19 @@ class Offloader:
         @functools.wraps(forward)
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = send_to(args, self.device), send_to(kwargs, self.device)
+            self._here.input_ids = token_ids(args, kwargs)
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.begin_pass()
             self.prefetch_order.begin()
+            if self._first_lookahead is not None:
+                self.experts.look_ahead(functools.partial(self._first_lookahead.guess, None))
             is_complete = False
             try:
                 outputs = forward(*args, **kwargs)
                 is_complete = True
             finally:
+                self._here.input_ids = None
                 self.prefetch_order.end(is_complete)
                 self.passes += is_complete
             return outputs
@@ -407,7 +421,7 @@ class Offloader:
     def reset_after_fork(self) -> None:
         """Forgets the reader threads and their reads, which the child of a fork does not have."""
         self.lock = threading.RLock()
-        self._in_use = ()
+        self._in_use, self._here = (), threading.local()
         self.source.reset_after_fork()
         for buffers in self.buffers.values():
             buffers.reset()

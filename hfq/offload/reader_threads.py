@@ -61,6 +61,16 @@ class Ticket:
         self._drop()
         self._done.wait()
 
+    def withdraw(self) -> bool:
+        """Drops all jobs if none has started; returns False otherwise."""
+        with self._lock:
+            if not self.count or len(self._waiting) < self.count:
+                return False
+            self.is_cancelled = True
+            self._waiting.clear()
+            self._done.set()
+            return True
+
     def refuse(self, error: BaseException) -> None:
         """Fails, unless all jobs have started."""
         if self._waiting:
@@ -107,6 +117,8 @@ class Ticket:
 class Pool:
     """Daemon threads that run jobs in the order of submission, from the first job until `close`.
 
+    Jobs that may be useless run when no other job waits, and in half of the threads.
+
     Attributes:
         busy_seconds: Seconds during which at least one job ran.
     """
@@ -116,8 +128,12 @@ class Pool:
         self._reset()
         _pools.add(self)
 
-    def submit(self, ticket: Ticket) -> Ticket:
+    def submit(self, ticket: Ticket, is_guess: bool = False) -> Ticket:
         """Submits the jobs of a ticket to the threads.
+
+        Args:
+            ticket: The ticket. One that was submitted as a guess may be submitted again, to wait no longer.
+            is_guess: True if the jobs may be useless.
 
         Raises:
             SetupError: The pool is closed.
@@ -131,7 +147,7 @@ class Pool:
                     fix="Load the model again.",
                 )
             for _ in range(ticket.count):
-                self._queue.put(ticket)
+                self._queue.put(ticket, is_guess)
             while ticket.count and len(self._threads) < self._count:
                 thread = threading.Thread(
                     target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True
@@ -158,13 +174,10 @@ class Pool:
             self._is_closed = True
             threads = self._threads.copy()
             self._threads.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                ticket = self._queue.get_nowait()
-                if ticket is not None:
-                    ticket.refuse(_closed())
+        for ticket in self._queue.clear():
+            ticket.refuse(_closed())
         for _ in threads:
-            self._queue.put(None)
+            self._queue.end_thread()
         if (
             threading.current_thread() not in threads
         ):  # a reader that drops the last reference may hold a lock that another one waits for
@@ -174,10 +187,58 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._queue = _Queue(max(1, self._count // 2))
         self._threads: list[threading.Thread] = []
         self._clock = _Clock()
         self._is_closed = False
+
+
+class _Queue:
+    """Tickets in the order of submission, with guesses behind all others.
+
+    A thread waits only if there is no ticket, so that an interrupted `put` holds none back. No lock is held.
+
+    Args:
+        guesses: The most guesses that run at a time.
+    """
+
+    def __init__(self, guesses: int) -> None:
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._tickets, self._guesses = collections.deque[Ticket](), collections.deque[Ticket]()
+        self._free = threading.Semaphore(guesses)
+
+    def put(self, ticket: Ticket, is_guess: bool) -> None:
+        (self._guesses if is_guess else self._tickets).append(ticket)
+        self._wakes.put(True)
+
+    def get(self) -> tuple[Ticket, bool] | None:
+        """Returns the next ticket and True for a guess, or None if the thread must end."""
+        while True:
+            with contextlib.suppress(IndexError):
+                return self._tickets.popleft(), False
+            while self._guesses and self._free.acquire(blocking=False):
+                with contextlib.suppress(IndexError):
+                    return self._guesses.popleft(), True
+                self._free.release()
+            if not self._wakes.get():
+                return None
+
+    def end_guess(self) -> None:
+        """Notes that a guess ran."""
+        self._free.release()
+
+    def clear(self) -> list[Ticket]:
+        """Returns all tickets, and forgets them."""
+        found = []
+        for tickets in (self._tickets, self._guesses):
+            with contextlib.suppress(IndexError):
+                while True:
+                    found.append(tickets.popleft())
+        return found
+
+    def end_thread(self) -> None:
+        """Makes one thread end."""
+        self._wakes.put(False)
 
 
 class _Clock:
@@ -202,12 +263,17 @@ class _Clock:
                 self.seconds += time.perf_counter() - self._since
 
 
-def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
+def _work(jobs: _Queue, clock: _Clock) -> None:
     """Runs in a thread of the pool, and refers only to the pool's parts."""
-    while (ticket := jobs.get()) is not None:
-        with clock:
-            ticket.run_next()
-        del ticket
+    while (found := jobs.get()) is not None:
+        ticket, is_guess = found
+        try:
+            with clock:
+                ticket.run_next()
+        finally:
+            if is_guess:
+                jobs.end_guess()
+        del ticket, found
 
 
 def _no_thread(error: RuntimeError) -> SetupError:

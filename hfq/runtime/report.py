@@ -62,6 +62,9 @@ class OffloadReport:
         disk_bandwidth: Measured bytes per second of the disk; None if not measured.
         expert_hits: Number of routed experts that were in the cache.
         expert_misses: Number of routed experts that were read.
+        expert_guesses: Number of experts that were read ahead of the router, or began to wait for it.
+        expert_guesses_used: Number of those that were routed to; they count as in the cache.
+        expert_wasted_nbytes: Bytes that were read of the others.
         expert_nbytes: Bytes of experts in the cache.
         expert_cache_nbytes: Size limit of the cache on all devices, in bytes.
     """
@@ -82,6 +85,9 @@ class OffloadReport:
     disk_bandwidth: float | None
     expert_hits: int
     expert_misses: int
+    expert_guesses: int
+    expert_guesses_used: int
+    expert_wasted_nbytes: int
     expert_nbytes: int
     expert_cache_nbytes: int
 
@@ -257,6 +263,9 @@ def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
         disk_bandwidth=measure_limit(offloader.source, offloader.layouts) if measure else None,
         expert_hits=experts.hits,
         expert_misses=experts.misses,
+        expert_guesses=experts.guesses.made,
+        expert_guesses_used=experts.guesses.used,
+        expert_wasted_nbytes=experts.guesses.wasted_nbytes,
         expert_nbytes=experts.nbytes,
         expert_cache_nbytes=experts.budget,
     )
@@ -290,6 +299,11 @@ def _offload_lines(offload: OffloadReport) -> list[str]:
             f"experts: {offload.expert_hits} cached, {offload.expert_misses} read; {offload.expert_nbytes:,} "
             f"of "
             f"{offload.expert_cache_nbytes:,} B in use"
+        )
+    if offload.expert_guesses:
+        lines.append(
+            f"experts ahead of the router: {offload.expert_guesses} guessed, {offload.expert_guesses_used} "
+            f"of them used, {offload.expert_wasted_nbytes:,} B read in vain"
         )
     return lines
 

@@ -130,6 +130,19 @@ def test_logits_are_those_of_the_plain_model_in_every_placement(written):
         assert torch.equal(logits(load(path, device_map), IDS), resident)
 
 
+def test_experts_that_token_ids_choose_are_read_before_their_layer_and_none_in_vain(written):
+    path, _ = written
+    expected = logits(load(path), IDS[:, :1])
+    model = load(path, {"": "cpu", "model.layers.0.mlp.experts": "disk"}, expert_cache_size="1MB")
+    experts = model.hf_quantizer.loading.offloader.experts
+    experts._may_guess = lambda: True
+    assert torch.equal(logits(model, IDS[:, :1]), expected)
+    assert (experts.guesses.made, experts.guesses.used, experts.guesses.wasted_nbytes) == (2, 2, 0)
+    assert experts.misses == 0
+    logits(model, IDS)
+    assert experts.guesses.made == experts.guesses.used == 4
+
+
 def test_a_save_has_the_names_and_bytes_of_the_file_with_the_layers_that_predict(written, tmp_path):
     path, _ = written
     load(path, {"": "disk"}).save_pretrained(tmp_path)

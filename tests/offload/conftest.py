@@ -134,12 +134,13 @@ class Experts:
         held = [place.contents.expert for place in self.places()._order if place.contents is not None]
         return [self.cache.experts.index(expert) for expert in held]
 
-    def use(self, *numbers: int, during=lambda numbers: None) -> list[list[int]]:
+    def use(self, *numbers: int, during=lambda numbers: None, ahead=None) -> list[list[int]]:
         """Onloads experts, and checks every byte of them; returns the parts in which they came.
 
         Args:
             numbers: The experts.
             during: Called with the experts of each part.
+            ahead: The experts that are guessed for the next call; None for no guess.
         """
         parts = []
 
@@ -149,7 +150,8 @@ class Experts:
             during(parts[-1])
             self.check(*parts[-1])
 
-        self.cache.within([self.layers[number] for number in numbers], compute)
+        guess = None if ahead is None else (lambda: [self.layers[number] for number in ahead])
+        self.cache.within([self.layers[number] for number in numbers], compute, guess)
         return parts
 
     def check(self, *numbers: int) -> None:

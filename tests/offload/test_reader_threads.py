@@ -86,6 +86,81 @@ def test_cancelling_waits_for_the_job_that_runs_and_drops_the_others():
     pool.close()
 
 
+def hold_all(pool: Pool, threads: int) -> threading.Event:
+    """Lets every thread of a pool wait for the event that it returns."""
+    leave, began = threading.Event(), threading.Semaphore(0)
+
+    def hold():
+        began.release()
+        assert leave.wait(TIMEOUT)
+
+    pool.submit(Ticket([hold] * threads))
+    for _ in range(threads):
+        assert began.acquire(timeout=TIMEOUT)
+    return leave
+
+
+def test_guesses_run_behind_all_others_until_they_are_needed():
+    pool, done = Pool(1), []
+    leave = hold_all(pool, 1)
+    guesses = [Ticket([lambda n=n: done.append(f"guess {n}")] * 2) for n in range(2)]
+    for guess in guesses:
+        pool.submit(guess, is_guess=True)
+    tickets = [pool.submit(Ticket([lambda n=n: done.append(n)])) for n in range(2)]
+    pool.submit(guesses[1])  # it is needed now
+    leave.set()
+    for ticket in (*tickets, *guesses):
+        ticket.wait()
+    assert done == [0, 1, "guess 1", "guess 1", "guess 0", "guess 0"]
+    pool.close()
+
+
+def test_guesses_take_half_of_the_threads():
+    pool, running, leave = Pool(4), threading.Semaphore(0), threading.Event()
+
+    def run():
+        running.release()
+        assert leave.wait(TIMEOUT)
+
+    guesses = [pool.submit(Ticket([run]), is_guess=True) for _ in range(6)]
+    assert running.acquire(timeout=TIMEOUT)
+    assert running.acquire(timeout=TIMEOUT)
+    pool.submit(Ticket([lambda: None])).wait()
+    assert not running.acquire(timeout=0.05)
+    leave.set()
+    for guess in guesses:
+        guess.wait()
+    pool.close()
+
+
+def test_a_ticket_can_be_withdrawn_until_a_job_of_it_starts():
+    pool, done = Pool(1), []
+    leave = hold_all(pool, 1)
+    ticket = pool.submit(Ticket([lambda: done.append(1)] * 2), is_guess=True)
+    assert ticket.withdraw()
+    assert ticket.is_done()
+    started = pool.submit(Ticket([lambda: done.append(2)] * 2))
+    leave.set()
+    started.wait()
+    assert not started.withdraw()
+    assert not Ticket([]).withdraw()
+    assert done == [2, 2]
+    pool.close()
+
+
+def test_closing_refuses_guesses():
+    pool = Pool(1)
+    leave = hold_all(pool, 1)
+    guess = pool.submit(Ticket([lambda: None]), is_guess=True)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    with pytest.raises(SetupError, match="closed while it was read"):
+        guess.wait()
+    leave.set()
+    closing.join(TIMEOUT)
+    assert not closing.is_alive()
+
+
 def test_closing_joins_the_threads_and_fails_what_had_not_begun():
     pool, began, leave = Pool(1), threading.Event(), threading.Event()
 
@@ -142,7 +217,7 @@ def test_threads_keep_no_pool_and_no_job_alive():
     assert all(thread.is_alive() for thread in threads)  # a streamer closes its pool; nothing else does
     jobs = threads[0]._args[0]
     for _ in threads:
-        jobs.put(None)
+        jobs.end_thread()
     for thread in threads:
         thread.join(TIMEOUT)
 

@@ -17,7 +17,8 @@ from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import HfqError
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.experts.expert_reader import Expert, ExpertMemory, place_nbytes
+from hfq.offload.experts.expert_reader import Contents, Expert, ExpertMemory, place_nbytes
+from hfq.offload.experts.lookahead import GuessCounts
 from hfq.offload.experts.places import Held, Lease, Places
 from hfq.offload.guards import in_unit
 from hfq.offload.reader_threads import Pool
@@ -27,6 +28,9 @@ __all__ = ["ExpertCache", "count_places", "default_limits"]
 logger = logging.getLogger("hfq")
 
 Tensors = Mapping[QuantizedModule, Mapping[str, torch.Tensor]]
+
+Routed = Sequence[Sequence[QuantizedModule]]
+Guess = Callable[[], Routed]
 
 _TOGETHER = 8
 """Number of experts that are waited for, and computed, together."""
@@ -52,9 +56,11 @@ class ExpertCache:
         memories: The memory of each device that computes offloaded experts.
         pool: Threads that read several experts at a time.
         read_alone: Returns a layer's tensors in memory of their own, on its execution device.
+        may_guess: Returns True while experts may be read before a router has chosen them.
 
     Attributes:
-        hits: Number of lookups of a kept expert.
+        guesses: Counts of the reads ahead of the router.
+        hits: Number of lookups of an expert that was kept, or read ahead.
         misses: Number of lookups that read the expert.
     """
 
@@ -64,11 +70,13 @@ class ExpertCache:
         memories: Mapping[torch.device, ExpertMemory],
         pool: Pool,
         read_alone: Callable[[QuantizedModule], Mapping[str, torch.Tensor]],
+        may_guess: Callable[[], bool] = lambda: False,
     ) -> None:
         self.experts = tuple(experts)
         self._expert_of = {module: expert for expert in self.experts for module in expert.modules}
-        self._places = {device: Places(memory, pool) for device, memory in memories.items()}
-        self._read_alone = read_alone
+        self.guesses = GuessCounts()
+        self._places = {device: Places(memory, pool, self.guesses) for device, memory in memories.items()}
+        self._read_alone, self._may_guess = read_alone, may_guess
         self._freed = threading.Condition()
         self._here = threading.local()
         self.hits = self.misses = 0
@@ -110,7 +118,7 @@ class ExpertCache:
         self.within([[module]], copy)
         return found
 
-    def within(self, routed: Sequence[Sequence[QuantizedModule]], use: Callable[[int, int], object]) -> None:
+    def within(self, routed: Routed, use: Callable[[int, int], object], guess: Guess | None = None) -> None:
         """Onloads experts for this thread part by part, and calls `use(first, last)` for each part.
 
         Later experts are read while a part computes, as far as there are places.
@@ -118,6 +126,8 @@ class ExpertCache:
         Args:
             routed: The offloaded layers of each expert, which may be none, in the order of their use.
             use: Computes with the experts [first, last) of `routed`.
+            guess: Returns the offloaded layers of experts that the next call may need. They are read while
+                this call computes, behind all others, and expire with the next call of this thread.
 
         Raises:
             CheckpointError: An expert could not be read.
@@ -127,7 +137,7 @@ class ExpertCache:
         lease = Lease(is_nested=outer is not None)
         try:
             try:
-                self._run(lease, experts, use)
+                self._run(lease, experts, use, guess)
             finally:
                 lease.is_open = False
                 self._here.tensors = outer
@@ -141,15 +151,47 @@ class ExpertCache:
         for places in self._places.values():
             places.reset()
 
-    def _run(self, lease: Lease, experts: Sequence[Expert | None], use: Callable[[int, int], object]) -> None:
+    def look_ahead(self, guess: Guess) -> None:
+        """Starts to read experts that the next call of this thread may need."""
+        if not self._may_guess():
+            return
+        experts = [self._expert_of[layers[0]] for layers in guess()]
+        guessed: list[Contents] = []
+        self._here.guessed = guessed
+        with self._freed:
+            for expert in experts:
+                if expert.device.type == "cpu":
+                    contents = self._places[expert.device].take_ahead(expert, experts)
+                    guessed += [] if contents is None else [contents]
+
+    def _expire(self) -> None:
+        """Ends the guesses of this thread that its call does not need."""
+        guessed: list[Contents] = getattr(self._here, "guessed", [])
+        self._here.guessed = []
+        with self._freed:
+            for contents in guessed:
+                self._places[contents.expert.device].expire(contents)
+
+    def _run(
+        self,
+        lease: Lease,
+        experts: Sequence[Expert | None],
+        use: Callable[[int, int], object],
+        guess: Guess | None,
+    ) -> None:
         order = {expert: index for index, expert in enumerate(experts) if expert is not None}
         held: list[Held | None] = []
-        first = 0
+        first, has_looked = 0, False
         with self._freed:
             for expert in order:
                 self._places[expert.device].touch(expert)
         while first < len(experts):
             self._start(lease, experts, order, first, held)
+            if not lease.is_nested and not has_looked and first + len(held) == len(experts):
+                has_looked = True
+                self._expire()
+                if guess is not None:
+                    self.look_ahead(guess)
             count = _size_of_part(held, len(experts) - first)
             part = [each for each in held[:count] if each is not None]
             try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from hfq.offload.experts.expert_reader import Contents, Expert, ExpertMemory
+from hfq.offload.experts.lookahead import GuessCounts
 from hfq.offload.reader_threads import Pool
 
 __all__ = ["Held", "Lease", "Place", "Places"]
@@ -42,6 +43,7 @@ class Place:
         leases: The calls that use the contents. They are weak references, so that a call that was
             interrupted ends its lease.
         computed: Marks of the computation with the contents, on an accelerator.
+        is_guess: True if no call has asked for the contents, which were read ahead.
     """
 
     def __init__(self, number: int) -> None:
@@ -49,6 +51,11 @@ class Place:
         self.contents: Contents | None = None
         self.leases: list[weakref.ref[Lease]] = []
         self.computed: list[Any] = []
+        self.is_guess = False
+
+    def is_settled(self) -> bool:
+        """Returns True if nothing is being read to the place."""
+        return self.contents is None or self.contents.ticket.is_done()
 
     def holders(self) -> list[Lease]:
         """Returns the leases that have not ended."""
@@ -78,10 +85,15 @@ class Places:
 
     Only one thread at a time may call a method. A place never leaves the order, and its contents alone say
     what it holds, so that no place is lost by an interrupt.
+
+    Args:
+        memory: The memory of the places.
+        pool: Threads that read.
+        guesses: Counts the reads ahead.
     """
 
-    def __init__(self, memory: ExpertMemory, pool: Pool) -> None:
-        self.memory, self._pool = memory, pool
+    def __init__(self, memory: ExpertMemory, pool: Pool, guesses: GuessCounts) -> None:
+        self.memory, self._pool, self._guesses = memory, pool, guesses
         self._order = OrderedDict.fromkeys(Place(number) for number in range(memory.count))
         self._index: dict[Expert, Place] = {}
 
@@ -121,9 +133,41 @@ class Places:
         if place is None:
             return None
         place.leases.append(weakref.ref(lease))
+        if contents is not None and place.is_guess:
+            place.is_guess = False
+            self._guesses.used += 1
+            if not contents.ticket.is_done():
+                self._pool.submit(contents.ticket)  # waits behind no other guess
         held = Held(place, contents or self._fill(place, expert), contents is not None)
         self._order.move_to_end(place)
         return held
+
+    def take_ahead(self, expert: Expert, others: Collection[Expert]) -> Contents | None:
+        """Reads an expert that may be needed; returns None if it is there, or can have no place.
+
+        Args:
+            expert: The expert.
+            others: Experts that were guessed with it, and stay.
+        """
+        place = self.find(expert)
+        if place is not None:
+            self._order.move_to_end(place)
+            return None
+        for place in self._order:
+            former = None if place.contents is None else place.contents.expert
+            if former not in others and not place.holders() and place.is_settled():
+                self._guesses.made += 1
+                contents = self._fill(place, expert, is_guess=True)
+                self._order.move_to_end(place)
+                return contents
+        return None
+
+    def expire(self, contents: Contents) -> None:
+        """Drops the read of a guess that no call asked for; its place is the next one used."""
+        place = self._index.get(contents.expert)
+        if place is not None and place.is_guess and place.contents is contents:
+            self._drop_guess(place, contents)
+            self._order.move_to_end(place, last=False)
 
     def release(self, place: Place, lease: Lease) -> None:
         """Ends a lease of a place after its computation was submitted."""
@@ -138,7 +182,7 @@ class Places:
     def reset(self) -> None:
         """Forgets leases and reads in progress."""
         for place in self._order:
-            place.leases, place.computed = [], []
+            place.leases, place.computed, place.is_guess = [], [], False
             if place.contents is not None and not place.contents.ticket.is_done():
                 place.contents = None
 
@@ -155,9 +199,16 @@ class Places:
                 found = place
         return found
 
-    def _fill(self, place: Place, expert: Expert) -> Contents:
+    def _drop_guess(self, place: Place, contents: Contents) -> None:
+        place.is_guess = False
+        if not contents.ticket.withdraw():
+            self._guesses.wasted_nbytes += contents.expert.layout.needed_nbytes
+
+    def _fill(self, place: Place, expert: Expert, is_guess: bool = False) -> Contents:
         former = place.contents
         if former is not None:
+            if place.is_guess:
+                self._drop_guess(place, former)
             former.ticket.cancel()  # waits for reads that a failed call left
             place.contents = None
             if self._index.get(former.expert) is place:
@@ -168,7 +219,8 @@ class Places:
         try:
             self._index[expert] = place
             place.contents = contents  # before any thread writes there
-            self._pool.submit(contents.ticket)
+            place.is_guess = is_guess
+            self._pool.submit(contents.ticket, is_guess)
         except BaseException:
             contents.ticket.is_cancelled = True
             raise

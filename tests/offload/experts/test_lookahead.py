@@ -1,0 +1,199 @@
+"""Tests of reads ahead of the router: what is guessed, what it costs, and that outputs stay the same."""
+
+import threading
+
+import pytest
+import torch
+
+from hfq.errors import CheckpointError
+from hfq.offload.experts.lookahead import token_ids
+from hfq.offload.reader_threads import Ticket
+from tests.support import moe_models
+from tests.support.moe_models import IDS, SCHEMES, is_quantized, load, logits
+
+
+@pytest.fixture
+def guessing(build_experts):
+    """guessing(places) → eight experts on disk, with guesses also where reads are buffered."""
+
+    def guessing(places: int, **options):
+        experts = build_experts(places, **options)
+        experts.cache._may_guess = lambda: True
+        return experts
+
+    return guessing
+
+
+def finish(experts) -> None:
+    """Waits for all reads."""
+    for place in experts.places()._order:
+        if place.contents is not None:
+            place.contents.ticket.wait()
+
+
+def counts(experts) -> tuple[int, int, int]:
+    guesses = experts.cache.guesses
+    return guesses.made, guesses.used, guesses.wasted_nbytes
+
+
+def test_what_was_guessed_is_there_and_the_rest_is_waste_that_leaves_first(guessing):
+    experts = guessing(places=5)
+    experts.use(0, 1, ahead=[4, 5])
+    finish(experts)
+    assert counts(experts) == (2, 0, 0)
+    misses = experts.cache.misses
+    experts.use(4, 6)
+    assert experts.cache.misses - misses == 1
+    assert counts(experts) == (2, 1, experts.cache.experts[5].layout.needed_nbytes)
+    assert experts.kept() == [5, 0, 1, 4, 6]
+    experts.use(2)
+    assert experts.kept() == [0, 1, 4, 6, 2]
+    assert experts.are_free()
+
+
+def test_a_guess_whose_read_has_not_begun_costs_nothing(guessing):
+    experts, leave = guessing(places=6, threads=1), threading.Event()
+    experts.use(0, 1)
+    read = experts.offloader.source.nbytes_read
+    holding = experts.offloader.pool.submit(Ticket([lambda: leave.wait(20)]))
+    assert holding.started.wait(20)
+    experts.use(0, 1, ahead=[4, 5])
+    experts.use(0, 1)
+    leave.set()
+    assert counts(experts) == (2, 0, 0)
+    experts.offloader.pool.submit(Ticket([lambda: None])).wait()
+    assert experts.offloader.source.nbytes_read == read
+    experts.use(4, 5)  # their dropped reads are no contents
+    assert experts.offloader.source.nbytes_read > read
+
+
+def test_a_guess_that_is_needed_waits_behind_no_other_one(guessing):
+    experts, leave, order = guessing(places=8, threads=1), threading.Event(), []
+    experts.use(0)
+    fill = experts.offloader.source.read
+    first = {expert.layout.runs[0].source.offset // 4096: n for n, expert in enumerate(experts.cache.experts)}
+
+    def read(wanted, target):
+        order.append(first.get(wanted.offset // 4096))
+        fill(wanted, target)
+
+    experts.offloader.source.read = read
+    holding = experts.offloader.pool.submit(Ticket([lambda: leave.wait(20)]))
+    assert holding.started.wait(20)
+    experts.use(0, ahead=[3, 4, 5])
+    asking = threading.Thread(target=lambda: experts.use(5), daemon=True)
+    used = experts.cache.guesses
+    asking.start()
+    while used.used == 0:
+        pass
+    leave.set()
+    asking.join(20)
+    finish(experts)
+    assert next(number for number in order if number is not None) == 5
+
+
+def test_a_guess_takes_no_place_in_use_and_the_budget_holds(guessing):
+    experts = guessing(places=0, routed=2)
+    experts.use(0, 1, ahead=[2, 3], during=lambda _: experts.kept() == [0, 1] or 1 / 0)
+    assert counts(experts) == (0, 0, 0)
+    experts = guessing(places=3)
+    for first in range(7):
+        experts.use(
+            first,
+            (first + 1) % 8,
+            ahead=[*range(8)],
+            during=lambda _: experts.cache.nbytes <= experts.cache.budget or 1 / 0,
+        )
+    assert experts.cache.guesses.made > 0
+    assert experts.are_free()
+
+
+def test_an_error_of_a_guess_is_raised_only_if_the_expert_is_needed(guessing):
+    experts = guessing(places=6)
+    experts.use(0)
+    read, failing = experts.offloader.source.read, {"is_on": True}
+
+    def fail(wanted, target):
+        if failing["is_on"]:
+            raise CheckpointError("The disk fails.", fix="check the disk")
+        read(wanted, target)
+
+    experts.offloader.source.read = fail
+    experts.use(0, ahead=[1, 2])
+    while not all(place.is_settled() for place in experts.places()._order):
+        pass
+    experts.use(0)
+    with pytest.raises(CheckpointError, match="The disk fails"):
+        experts.use(1)
+    failing["is_on"] = False
+    experts.use(1, 2)
+    assert experts.are_free()
+
+
+def test_nothing_is_guessed_where_reads_are_buffered_or_the_offloader_is_closed(build_experts):
+    experts = build_experts(places=6, mode="buffered")
+    experts.use(0, ahead=[1, 2])
+    assert experts.cache.guesses.made == 0
+    experts.offloader.source.mode = "direct"
+    experts.offloader.close()
+    experts.use(0, ahead=[1, 2])
+    assert experts.cache.guesses.made == 0
+
+
+def test_token_ids_are_the_integers_of_a_call():
+    ids = torch.tensor([[1, 2]])
+    assert token_ids((ids,), {}) is ids
+    assert token_ids((), {"input_ids": ids}) is ids
+    assert token_ids((), {"inputs_embeds": ids}) is None
+    assert token_ids((torch.zeros(1, 2, 3),), {}) is None
+
+
+WITH_INDICES = [
+    next(scheme for scheme in SCHEMES if scheme.model == model)
+    for model in ("qwen3", "mixtral", "qwen2", "gpt-oss")
+]
+
+
+def offloaded(path, block="mlp"):
+    """Loads a model with all experts on disk, which guesses also where reads are buffered."""
+    layers = {f"model.layers.{layer}.{block}.experts": "disk" for layer in range(moe_models.LAYERS)}
+    model = load(path, {"": "cpu", **layers}, expert_cache_size="1MB")
+    model.hf_quantizer.loading.offloader.experts._may_guess = lambda: True
+    return model, model.hf_quantizer.loading.offloader.experts
+
+
+@pytest.mark.parametrize("scheme", WITH_INDICES, ids=lambda scheme: scheme.id)
+def test_outputs_are_those_of_the_resident_model_and_all_that_is_read_is_counted(scheme, tmp_path):
+    path = moe_models.write(scheme, is_quantized(scheme)).save(tmp_path)
+    model, experts = offloaded(path)
+    resident = load(path)
+    for ids in (IDS, IDS[:, :1], IDS[:, 2:3]):
+        assert torch.equal(logits(model, ids), logits(resident, ids))
+    assert experts.guesses.made > 0
+    size = experts.experts[0].layout.needed_nbytes
+    assert experts.guesses.used + experts.guesses.wasted_nbytes / size <= experts.guesses.made
+
+
+def test_routers_are_recorded_as_often_as_without_lookahead(tmp_path):
+    scheme = moe_models.BY_EXPERT
+    path = moe_models.write(scheme, is_quantized(scheme)).save(tmp_path)
+    model, experts = offloaded(path)
+    with torch.no_grad():
+        found = model(IDS, output_router_logits=True).router_logits
+        expected = load(path)(IDS, output_router_logits=True).router_logits
+    assert experts.guesses.made > 0
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_router_that_trains_or_returns_no_indices_guesses_nothing(tmp_path):
+    scheme = next(each for each in SCHEMES if each.model == "llama4")
+    model, experts = offloaded(
+        moe_models.write(scheme, is_quantized(scheme)).save(tmp_path / "llama4"), "feed_forward"
+    )
+    logits(model, IDS)
+    assert experts.guesses.made == 0
+    model, experts = offloaded(moe_models.write(moe_models.BY_EXPERT).save(tmp_path / "qwen3"))
+    model.train()
+    logits(model, IDS)
+    assert experts.guesses.made == 0
