@@ -61,7 +61,7 @@ class OffloadedLayer(DynamicLayer):
         return self._length * self.codec.row_nbytes if self._length else 0
 
     def start(self, pool: Pool, device: torch.device | None = None) -> None:
-        """Starts to read the rows and to copy them to the device of the layer, unless this has started.
+        """Starts to read the rows and to copy them to a device, unless this has started.
 
         Args:
             pool: The reader threads.
