@@ -38,7 +38,8 @@ def kv_layers(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
         keys, values = _sizes(per_layer[index], attentions.get(index))
         window = getattr(layer, "sliding_window", None)
         extra = getattr(config, "index_head_dim", 0) if "Indexed" in kind else 0
-        layers.append(KvLayer(keys, values, int(window) if window is not None else None, extra))
+        heads = 1 if keys == getattr(config, "kv_lora_rank", None) else _heads(per_layer[index])
+        layers.append(KvLayer(keys, values, int(window) if window is not None else None, extra, heads))
     return layers, uncounted
 
 
@@ -97,11 +98,16 @@ def _sizes(config: Any, attention: nn.Module | None) -> tuple[int, int]:
     keys, values = _out(getattr(attention, "k_proj", None)), _out(getattr(attention, "v_proj", None))
     if keys:
         return keys, values or keys
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        heads = 1
+    heads = _heads(config)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return heads * size, heads * size
+
+
+def _heads(config: Any) -> int:
+    """Returns the number of KV heads."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _out(module: Any) -> int:

@@ -108,6 +108,7 @@ def loading_code(
     max_memory: Mapping[str, int] | None,
     kv_dtype: str = "auto",
     revision: str | None = None,
+    kv_device: str | None = None,
 ) -> str:
     """Returns the Python code that loads the model as planned.
 
@@ -119,6 +120,7 @@ def loading_code(
         kv_dtype: Dtype of the KV cache.
         revision: Branch, tag, or commit of the checkpoint on the Hub; None for a folder, or for the branch
             `main`.
+        kv_device: `"cpu"` or `"disk"` for an offloaded KV cache; None if it is where the model computes.
     """
     limits = ""
     if max_memory is not None:
@@ -140,7 +142,13 @@ def loading_code(
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={json.dumps(dtype)},",
         f"    quantization_config=HfqConfig(){limits})",
     ]
-    if kv_dtype != "auto":
+    if kv_device is not None:
+        folder = ', "kv_cache"' if kv_device == "disk" else ""
+        dtype_of_cache = "" if kv_dtype == "auto" else f", kv_cache_dtype={json.dumps(kv_dtype)}"
+        lines[0] = "from hfq import HfqConfig, OffloadedCache"
+        lines.append(f"cache = OffloadedCache(model{folder}{dtype_of_cache})")
+        lines.append("# model.generate(..., past_key_values=cache)")
+    elif kv_dtype != "auto":
         options = {
             "fp8": '{"backend": "fp8"}',
             "int4": '{"backend": "quanto", "nbits": 4}',

@@ -162,6 +162,15 @@ def test_the_catalog_and_the_ladder():
     assert "best that fits" in run("--suggest-format", "1GB").stdout
 
 
+def test_an_offloaded_kv_cache_is_counted_and_written_as_code():
+    done = run("--cpu", "1GB", "--kv-cache-device", "disk", "--kv-cache-dtype", "int8", "--json")
+    report = json.loads(done.stdout)
+    assert report["devices"]["disk"]["kv_cache_nbytes"] == report["context"]["sequence_nbytes"] > 0
+    assert report["prediction"]["terms"]["kv_reads"] > 0
+    assert 'OffloadedCache(model, "kv_cache", kv_cache_dtype="int8")' in report["files"]["load.py"]
+    assert "of KV cache" in run("--cpu", "1GB").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -172,6 +181,11 @@ def test_the_catalog_and_the_ladder():
         (["--cpu", "1GB", "--batch-size", "0"], "--batch-size 1"),
         (["--cpu", "1GB", "--max-model-len", "-1"], "--max-model-len 1"),
         (["--cpu", "1GB", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype"),
+        (["--cpu", "1GB", "--kv-cache-device", "cpu"], "--kv-cache-device disk"),
+        (["--gpu", "1GB", "--kv-cache-device", "dsik"], "--kv-cache-device disk"),
+        (["--gpu", "1GB×2", "--kv-cache-device", "disk"], "Omit --kv-cache-device"),
+        (["--cpu", "1GB", "--kv-cache-device", "disk", "--kv-cache-dtype", "int4"], "--kv-cache-dtype"),
+        (["--zero-stage", "3", "--kv-cache-device", "disk"], "Omit --zero-stage"),
         (["--cpu", "1GB", "--zero-stage", "4"], "--zero-stage 3"),
         (["--cpu", "1GB", "--dtype", "bf16"], "--dtype"),
         (["--cpu", "1GB", "--num-processes", "2"], "--zero-stage 3"),

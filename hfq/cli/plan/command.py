@@ -48,7 +48,11 @@ SuggestFormat = Annotated[
 ]
 BatchSize = Annotated[int, _option("Sequences per batch.", _WORK)]
 MaxModelLen = Annotated[int, _option("Tokens per sequence, including generated ones.", _WORK)]
-KvCacheDtype = Annotated[str, _option("Dtype of the KV cache: auto, fp8, int4, or int2.", _WORK)]
+KvCacheDtype = Annotated[str, _option("Dtype of the KV cache: auto, fp8, int8, int4, or int2.", _WORK)]
+KvCacheDevice = Annotated[
+    str | None,
+    _option("Device of an offloaded KV cache (hfq.OffloadedCache).", _WORK, metavar="cpu|disk"),
+]
 Dtype = Annotated[str, _option("Dtype to load in: auto, bfloat16, float16, or float32.", _WORK)]
 OutputDir = Annotated[
     Path | None, _option("Folder to write the planned configs and code into.", _WORK, metavar="FOLDER")
@@ -99,6 +103,7 @@ def plan(
     batch_size: BatchSize = 1,
     max_model_len: MaxModelLen = 2048,
     kv_cache_dtype: KvCacheDtype = "auto",
+    kv_cache_device: KvCacheDevice = None,
     dtype: Dtype = "auto",
     output_dir: OutputDir = None,
     as_json: AsJson = False,

@@ -24,6 +24,7 @@ class PlanOptions:
     batch_size: int
     max_model_len: int
     kv_cache_dtype: str
+    kv_cache_device: str | None
     dtype: str
     output_dir: Path | None
     as_json: bool
@@ -88,11 +89,34 @@ class PlanOptions:
                 )
         elif self.zero_stage is None:
             _check_unused(self._training() | self._ranks(), "is for DeepSpeed ZeRO", "Add --zero-stage 3.")
+            self._check_kv_cache_device()
         else:
             _check_unused(self._machine(), "is for a device map", "Omit --zero-stage.")
 
+    def _check_kv_cache_device(self) -> None:
+        from hfq.errors import SetupError, nearest
+
+        device, allowed = self.kv_cache_device, ("cpu", "disk") if self.gpu else ("disk",)
+        if device is None:
+            return
+        if device not in allowed:
+            raise SetupError(
+                f"--kv-cache-device {device} is not valid.{nearest(device, allowed)}",
+                expected=" or ".join(allowed),
+                found=device,
+                fix="Pass --kv-cache-device disk, or cpu together with --gpu.",
+            )
+        others: dict[str, object] = {"--catalog": self.catalog, "--suggest-format": self.suggest_format}
+        others["a second --gpu"] = len(self.gpu or ()) > 1 or "×" in "".join(self.gpu or ())
+        _check_unused(others, "plans without --kv-cache-device", "Omit --kv-cache-device.")
+
     def _machine(self) -> dict[str, object]:
-        return {"--disk": self.disk, "--catalog": self.catalog, "--suggest-format": self.suggest_format}
+        return {
+            "--kv-cache-device": self.kv_cache_device,
+            "--disk": self.disk,
+            "--catalog": self.catalog,
+            "--suggest-format": self.suggest_format,
+        }
 
     def _host(self) -> dict[str, object]:
         return {

@@ -38,7 +38,7 @@ def make_report(options: PlanOptions) -> dict:
 
     hardware, workload = (
         _hardware(options),
-        Workload(options.batch_size, options.max_model_len, options.kv_cache_dtype),
+        Workload(options.batch_size, options.max_model_len, options.kv_cache_dtype, options.kv_cache_device),
     )
     with model_headers(str(options.model), options.revision) as found:
         model = open_model(found.folder, options.dtype)
@@ -66,6 +66,7 @@ def _planned(
 
 def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.checkpoint.memory_limit import available_memory
+    from hfq.placement.estimate.context_costs import context_costs
     from hfq.placement.estimate.estimate import estimate_placement
     from hfq.placement.estimate.roofline import TERMS, what_helps
     from hfq.placement.launch_configs import accelerate_yaml, loading_code
@@ -85,7 +86,12 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         [what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]
     ]
     code = loading_code(
-        str(options.model), model.sizes.dtype, limits, options.kv_cache_dtype, options.revision
+        str(options.model),
+        model.sizes.dtype,
+        limits,
+        options.kv_cache_dtype,
+        options.revision,
+        options.kv_cache_device,
     )
     return {
         "devices": _homes(estimate, weights, hardware),
@@ -95,6 +101,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
             "per_token_nbytes": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,
         },
+        "context": asdict(context_costs(estimate, model.sizes, profile)),
         "prediction": prediction,
         "device_map": device_map,
         "max_memory": limits,

@@ -41,6 +41,7 @@ def print_report(report: dict) -> None:
     sections: dict[str, Callable[[Console, Any], None]] = {
         "devices": partial(_homes, limits=report["machine"]["limits"]),
         "moved": _moved,
+        "context": _context,
         "zero3": _zero3,
         "prediction": _prediction,
         "catalog": _catalog,
@@ -82,6 +83,16 @@ def _moved(console: Console, moved: dict) -> None:
         f"onloaded per step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{cached}, "
         f"{as_size(moved['copied_per_step_nbytes'])} to the accelerator; "
         f"{as_size(moved['per_token_nbytes'])} per token",
+        soft_wrap=True,
+    )
+
+
+def _context(console: Console, costs: dict) -> None:
+    prefill = costs["prefill_seconds"]
+    computed = "" if prefill is None else f", {prefill:.3g} s to compute"
+    console.print(
+        f"one sequence of this length: {as_size(costs['sequence_nbytes'])} of KV cache{computed}, "
+        f"{costs['resume_seconds']:.3g} s to read from disk; {costs['sequences']} fit together",
         soft_wrap=True,
     )
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from hfq.errors import PlacementError
 from hfq.placement.budget import Budget, Unit, buffer_nbytes, plan_devices
 from hfq.placement.estimate.hardware import Hardware
-from hfq.placement.estimate.kv_cache import Activations, KvLayer, activation_nbytes, kv_nbytes
+from hfq.placement.estimate.kv_cache import (
+    Activations,
+    KvLayer,
+    activation_nbytes,
+    kv_nbytes,
+    offloaded_kv_nbytes,
+)
 from hfq.placement.estimate.profile import Profile
 from hfq.placement.estimate.roofline import Prediction, Work, predict
 
@@ -31,12 +37,16 @@ class Workload:
     Attributes:
         batch: Sequences per batch.
         context: Tokens per sequence, including generated tokens.
-        kv_dtype: One of `hfq.placement.estimate.kv_cache.KV_DTYPES`.
+        kv_dtype: One of `hfq.placement.estimate.kv_cache.KV_DTYPES`, or of `OFFLOADED_KV_DTYPES` if the KV
+            cache is offloaded.
+        kv_device: `"cpu"` or `"disk"` for an `hfq.OffloadedCache` there; None if the KV cache is where the
+            model computes.
     """
 
     batch: int = 1
     context: int = 2048
     kv_dtype: str = "auto"
+    kv_device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class Estimate:
         workload: The workload of the model.
         budget: Device of every unit. Its capacities exclude the KV cache and the activations.
         buffer: Bytes of the offload buffer, read-ahead included, on each device that has one.
-        kv: Bytes of the KV cache.
+        kv: Bytes of the KV cache on the execution device.
+        stored_kv: Bytes of the KV cache on `workload.kv_device`.
         activations: Bytes of activations.
         work: Work of one step.
         prediction: Predicted times.
@@ -89,6 +100,7 @@ class Estimate:
     activations: int
     work: Work
     prediction: Prediction
+    stored_kv: int = 0
 
     def devices(self, stored_nbytes: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
         """Returns {device: {part: bytes}}.
@@ -101,13 +113,15 @@ class Estimate:
         """
         budget, found = self.budget, {}
         weights = budget.stored_nbytes if stored_nbytes is None else stored_nbytes
-        for device in dict.fromkeys((budget.main, *weights, *self.buffer)):
+        kv_device = self.workload.kv_device
+        used = (budget.main, *weights, *self.buffer, *([kv_device] if kv_device else []))
+        for device in dict.fromkeys(used):
             is_main = device == budget.main
             found[device] = {
                 "weights": weights.get(device, 0),
                 "buffer": self.buffer.get(device, 0),
                 "experts": budget.expert_caches.get(device, 0),
-                "kv_cache": self.kv if is_main else 0,
+                "kv_cache": self.kv * is_main + self.stored_kv * (device == kv_device),
                 "activations": self.activations if is_main else 0,
             }
         return found
@@ -134,9 +148,8 @@ def estimate_placement(
     Raises:
         PlacementError: The model does not fit; `fix` names changes, each of which was planned and fits.
     """
-    kv, activations = _taken(sizes, workload)
-    main, capacities = hardware.main, hardware.capacities()
-    capacities[main] -= kv + activations
+    (stored_kv, kv), activations = _kv(sizes, workload), _activations(sizes, workload)
+    main, capacities = hardware.main, _capacities(sizes, hardware, workload)
     try:
         if capacities[main] <= 0:
             raise PlacementError("The KV cache and the activations alone do not fit.", fix="-")
@@ -146,8 +159,9 @@ def estimate_placement(
     except PlacementError as error:
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
     buffers = _buffers(sizes.units, budget)
-    work = _work(sizes, budget, hardware, workload, (kv, buffers.get(budget.main, 0)), free_memory)
-    return Estimate(hardware, workload, budget, buffers, kv, activations, work, predict(work, profile))
+    work = _work(sizes, budget, hardware, workload, buffers.get(budget.main, 0), free_memory)
+    prediction = predict(work, profile)
+    return Estimate(hardware, workload, budget, buffers, kv, activations, work, prediction, stored_kv)
 
 
 def _buffers(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
@@ -186,10 +200,9 @@ def _work(
     budget: Budget,
     hardware: Hardware,
     workload: Workload,
-    held: tuple[int, int],
+    buffer: int,
     free_memory: int | None,
 ) -> Work:
-    kv, buffer = held
     offloaded = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
     on_disk = [unit for unit in offloaded if budget.devices[unit.name] == "disk"]
     missed = min(1.0, sizes.routed * workload.batch)
@@ -205,7 +218,9 @@ def _work(
         sizes.weights,
         streamed,
         0 if is_on_cpu else copied,
-        kv,
+        kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype)
+        if workload.kv_device
+        else _kv(sizes, workload)[1],
         workload.batch,
         sizes.layers,
         stored_nbytes,
@@ -214,6 +229,8 @@ def _work(
         calls=sizes.calls,
         stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed),
         buffer=buffer,
+        kv_moved=_kv(sizes, workload)[0],
+        is_kv_on_disk=workload.kv_device == "disk",
     )
 
 
@@ -257,7 +274,8 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
     found: list[Change] = []
     if hardware.disk is not None:
         found.append(("leave --disk out", (replace(hardware, disk=None), workload)))
-    if workload.kv_dtype == "auto":
+    if workload.kv_dtype == "auto" and workload.kv_device is None:
+        found.append(("--kv-cache-device disk", (hardware, replace(workload, kv_device="disk"))))
         found.append(("--kv-cache-dtype fp8", (hardware, replace(workload, kv_dtype="fp8"))))
     longest = min(workload.context, sizes.positions or workload.context)
     contexts = [*([longest] if longest < workload.context else []), *_halves(longest)]
@@ -287,19 +305,31 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
 
 def _fits(sizes: ModelSizes, hardware: Hardware, workload: Workload) -> bool:
     """True if a placement exists."""
-    capacities = hardware.capacities()
+    capacities = _capacities(sizes, hardware, workload)
     try:
-        capacities[hardware.main] -= sum(_taken(sizes, workload))
         plan_devices(sizes.units, capacities, hardware.main)
     except PlacementError:
         return False
     return capacities[hardware.main] > 0
 
 
-def _taken(sizes: ModelSizes, workload: Workload) -> tuple[int, int]:
-    """Returns the bytes of the KV cache, and of activations."""
-    kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
-    return kv, activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
+def _kv(sizes: ModelSizes, workload: Workload) -> tuple[int, int]:
+    """Returns the bytes of the KV cache on its own device, and on the execution device."""
+    arguments = sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype
+    return (0, kv_nbytes(*arguments)) if workload.kv_device is None else offloaded_kv_nbytes(*arguments)
+
+
+def _activations(sizes: ModelSizes, workload: Workload) -> int:
+    return activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
+
+
+def _capacities(sizes: ModelSizes, hardware: Hardware, workload: Workload) -> dict[str, int]:
+    """Returns the bytes of each device that are left for weights and offload buffers."""
+    capacities, (stored, held) = hardware.capacities(), _kv(sizes, workload)
+    capacities[hardware.main] -= held + _activations(sizes, workload)
+    if workload.kv_device == "cpu":
+        capacities["cpu"] -= stored
+    return capacities
 
 
 def _halves(value: int) -> list[int]:

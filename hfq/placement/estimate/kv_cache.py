@@ -14,11 +14,24 @@ from dataclasses import dataclass
 
 from hfq.errors import PlacementError, nearest
 
-__all__ = ["KV_DTYPES", "Activations", "KvLayer", "activation_nbytes", "kv_nbytes"]
+__all__ = [
+    "KV_DTYPES",
+    "OFFLOADED_KV_DTYPES",
+    "Activations",
+    "KvLayer",
+    "activation_nbytes",
+    "kv_nbytes",
+    "offloaded_kv_nbytes",
+]
 
 KV_DTYPES = ("auto", "fp8", "int4", "int2")
 """`auto` is the model's dtype; `fp8`, `int4`, and `int2` are transformers' quantized caches."""
 
+OFFLOADED_KV_DTYPES = ("auto", "fp8", "int8")
+"""Dtypes of `hfq.OffloadedCache`, whose `fp8` and `int8` have one scale per head and token."""
+
+_RECORD_ALIGNMENT = 8
+_LAYERS_HELD = 2
 _FLOAT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GROUP = 64
 _RESIDUAL = 128
@@ -34,12 +47,14 @@ class KvLayer:
         values: Elements of a token's values over all heads.
         window: Sliding window in tokens; None if every token is kept.
         extra: Further elements per token, such as the keys of an indexer.
+        heads: Number of KV heads.
     """
 
     keys: int
     values: int
     window: int | None = None
     extra: int = 0
+    heads: int = 1
 
     def tokens(self, context: int) -> int:
         """Returns the number of tokens of a context that the layer keeps."""
@@ -61,8 +76,40 @@ def kv_nbytes(layers: Sequence[KvLayer], batch: int, context: int, dtype: str, k
     Raises:
         PlacementError: A size is out of range, a dtype unknown, or the cache cannot be quantized.
     """
-    _check(batch, context, kv_dtype)
+    _check(batch, context, kv_dtype, KV_DTYPES)
     return sum(_layer_nbytes(layer, batch, layer.tokens(context), dtype, kv_dtype) for layer in layers)
+
+
+def offloaded_kv_nbytes(
+    layers: Sequence[KvLayer], batch: int, context: int, dtype: str, kv_dtype: str = "auto"
+) -> tuple[int, int]:
+    """Returns the bytes that an offloaded KV cache stores, and those on the execution device.
+
+    The device holds the layers with a sliding window or an indexer, and two of the others.
+
+    Args:
+        layers: KV cache of each layer.
+        batch: Number of sequences.
+        context: Tokens per sequence.
+        dtype: Dtype that the model computes in.
+        kv_dtype: One of `OFFLOADED_KV_DTYPES`.
+
+    Raises:
+        PlacementError: A size is out of range, or the dtype is unknown.
+    """
+    _check(batch, context, kv_dtype, OFFLOADED_KV_DTYPES)
+    itemsize = _FLOAT_NBYTES.get(dtype, 4)
+    stored, whole, kept = 0, [0], 0
+    for layer in layers:
+        nbytes = _layer_nbytes(layer, batch, layer.tokens(context), dtype, "auto")
+        if layer.window is not None or layer.extra:
+            kept += nbytes
+            continue
+        elements = layer.keys + layer.values
+        record = elements * itemsize if kv_dtype == "auto" else elements + 2 * layer.heads * _FP8_SCALE
+        stored += batch * context * -(-record // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+        whole.append(nbytes)
+    return stored, kept + sum(sorted(whole)[-_LAYERS_HELD:])
 
 
 def _layer_nbytes(layer: KvLayer, batch: int, tokens: int, dtype: str, kv_dtype: str) -> int:
@@ -123,7 +170,7 @@ def activation_nbytes(sizes: Activations, batch: int, context: int, dtype: str) 
     )
 
 
-def _check(batch: int, context: int, kv_dtype: str) -> None:
+def _check(batch: int, context: int, kv_dtype: str, kv_dtypes: Sequence[str]) -> None:
     for name, value in (("--batch-size", batch), ("--max-model-len", context)):
         if not 1 <= value <= 1 << 40:
             raise PlacementError(
@@ -132,10 +179,10 @@ def _check(batch: int, context: int, kv_dtype: str) -> None:
                 found=value,
                 fix=f"Pass {name} 1 or more.",
             )
-    if kv_dtype not in KV_DTYPES:
+    if kv_dtype not in kv_dtypes:
         raise PlacementError(
-            f"--kv-cache-dtype {kv_dtype} is not valid.{nearest(kv_dtype, KV_DTYPES)}",
-            expected=", ".join(KV_DTYPES),
+            f"--kv-cache-dtype {kv_dtype} is not valid.{nearest(kv_dtype, kv_dtypes)}",
+            expected=", ".join(kv_dtypes),
             found=kv_dtype,
             fix="Pass --kv-cache-dtype auto, or another of these.",
         )

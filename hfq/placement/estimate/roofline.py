@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hfq.placement.estimate.pipeline import Stage, pass_seconds
 from hfq.placement.estimate.profile import Profile
 
-__all__ = ["Prediction", "Work", "predict", "what_helps"]
+__all__ = ["Prediction", "Work", "kv_seconds", "predict", "what_helps"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Work:
         stages: (bytes, onloaded bytes) of each unit in the order in which units compute; empty if unknown.
         buffer: Bytes of onloaded units that memory may hold.
         gathered: Bytes that each rank gathers of ZeRO-3 shards per step; 0 without ZeRO-3.
+        kv_moved: Bytes of an offloaded KV cache that a step reads.
+        is_kv_on_disk: True if they are read from disk, and not copied from the host's memory.
     """
 
     weights: Mapping[str, tuple[int, int]]
@@ -53,6 +55,8 @@ class Work:
     stages: tuple[tuple[int, int], ...] = ()
     buffer: int = 0
     gathered: int = 0
+    kv_moved: int = 0
+    is_kv_on_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Prediction:
 
     Attributes:
         terms: {term: seconds of a step, on its own}: `disk`, `link`, `weights`, `cache`, `layers`,
-            `gathering`.
+            `gathering`, `kv_reads`.
         step_seconds: Seconds of a step of one token per sequence.
         rows: Tokens of a step.
         load_seconds: Seconds of a load of files that are not in the page cache.
@@ -93,10 +97,18 @@ TERMS = {
     "cache": "reads of the KV cache",
     "layers": "the fixed cost of layers",
     "gathering": "gathers of ZeRO-3 shards",
+    "kv_reads": "reads of the offloaded KV cache",
 }
 """Label of each term of a prediction."""
 
 _COMPUTING, _MOVING = ("weights", "cache", "layers"), ("disk", "link")
+
+
+def kv_seconds(work: Work, profile: Profile) -> float:
+    """Returns the seconds of one read of an offloaded KV cache."""
+    on_disk = work.kv_moved / profile.disk if work.is_kv_on_disk else 0.0
+    link = None if work.is_on_cpu else profile.host_to_device
+    return max(on_disk, work.kv_moved / link if link else 0.0)
 
 
 def predict(work: Work, profile: Profile) -> Prediction:
@@ -123,8 +135,11 @@ def predict(work: Work, profile: Profile) -> Prediction:
         terms["layers"] = profile.zero3.step_seconds + work.layers * profile.zero3.layer_seconds
         terms["gathering"] = work.gathered / profile.zero3.gathering
     step = _step_seconds(terms, work, profile)
+    if work.kv_moved:
+        terms["kv_reads"] = kv_seconds(work, profile)
+        step = max(step, max(terms[name] for name in _MOVING) + terms["kv_reads"])
     computing = {name: terms[name] for name in (*_COMPUTING, "gathering") if name in terms}
-    moving = {name: terms[name] for name in _MOVING}
+    moving = {name: terms[name] for name in (*_MOVING, "kv_reads") if name in terms}
     is_moving = max(moving.values()) > sum(computing.values())
     dominant = max(moving, key=moving.__getitem__) if is_moving else max(computing, key=computing.__getitem__)
     fixed, per_layer = profile.load_seconds
@@ -182,7 +197,7 @@ def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
             work,
             replace(profile, host_to_device=(profile.host_to_device or 0) * 2 or None),
         ),
-        "twice the sequences in a batch": (replace(work, rows=work.rows * 2, cache=work.cache * 2), profile),
+        "twice the sequences in a batch": (_doubled(work), profile),
         "products and memory twice as fast": (work, _faster(profile)),
     }
     now = predict(work, profile).tokens_per_second or math.inf
@@ -191,6 +206,10 @@ def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
         (what, prediction) for what, prediction in found if (prediction.tokens_per_second or 0.0) > now * 1.01
     ]
     return sorted(helping, key=lambda each: -(each[1].tokens_per_second or 0.0))
+
+
+def _doubled(work: Work) -> Work:
+    return replace(work, rows=work.rows * 2, cache=work.cache * 2, kv_moved=work.kv_moved * 2)
 
 
 def _faster(profile: Profile) -> Profile:
