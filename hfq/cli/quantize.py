@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["quantize"]
 
 _METHODS = (
-    "Method: gptq or awq with calibration data, or rtn, fp8, mxfp4, w8a8, w8a16, or w4a16 (round to nearest)."
+    "Method: gptq or awq with calibration data, or rtn, fp8, mxfp4, w8a8, w8a16, w4a16, or "
+    "qmoe (round to nearest)."
 )
 
 Method = Annotated[str, typer.Option(help=_METHODS)]

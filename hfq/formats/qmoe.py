@@ -52,6 +52,7 @@ class Qmoe(Format):
             "w_comp I16, row_off I32, ter_minmax",
             ("qmoe",),
             ("qmoe-sub1",),
+            is_emitted=True,
         ),
     )
     codes: int = 0

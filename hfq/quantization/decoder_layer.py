@@ -189,6 +189,8 @@ class DecoderLayerQuantizer:
         out_features, in_features = weight.shape
         reader = reader_format(self.format)
         rows = max(_ROUNDED_NBYTES // (4 * in_features) // _ROWS_MULTIPLE, 1) * _ROWS_MULTIPLE
+        if not self.format.has_fixed_size:  # then parts do not join
+            rows, reader = out_features, self.format.sized(in_features, out_features)
         parts, error = [], 0.0
         for part in weight.split(rows):
             floats = part.to(torch.float32)

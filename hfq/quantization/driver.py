@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfq.checkpoint import Reader
+from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.write_checkpoint import JOURNAL, check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
 from hfq.errors import CheckpointError, FormatError, SetupError
@@ -27,6 +27,7 @@ from hfq.loading.matching.quantizable_layers import (
     find_linears,
     find_skipped,
     find_unsuitable,
+    is_expert,
     local_name,
     size_of,
 )
@@ -119,17 +120,23 @@ class _Job:
             with source.on_meta(name) as decoder_layer:
                 check_unfused(decoder_layer, name, skipped)
         self.linears = {name: _layers_of(source, name, skipped) for name in source.decoder_layers}
+        if recipe.is_for_experts:
+            self.linears = {
+                name: {full: size for full, size in sizes.items() if is_expert(full)}
+                for name, sizes in self.linears.items()
+            }
         self.sizes = {name: size for sizes in self.linears.values() for name, size in sizes.items()}
         if not self.sizes:
             raise SetupError(
                 "No layer is left to quantize.",
-                expected="linear layers other than heads and routers",
+                expected="routed experts"
+                if recipe.is_for_experts
+                else "linear layers other than heads and routers",
                 found="none",
                 fix="Remove entries from modules_to_not_convert.",
             )
         self.format: Format = recipe.weight_format(self.sizes.values())
-        self.nbytes = self._check_sizes()
-        _check_room(target, self.nbytes)
+        _check_room(target, self._check_sizes())
         job: dict[str, Any] = {
             "hfq": __version__,
             "source": source.digest(),
@@ -163,7 +170,7 @@ class _Job:
             self.journal.target,
             self.format.describe(),
             tuple(layers),
-            self.nbytes,
+            self._written_nbytes(),
             done_before,
             time.perf_counter() - started,
             {
@@ -272,8 +279,12 @@ class _Job:
             names |= _layers_of(self.source, decoder_layer, []).keys()
         return sorted(self.source.stored_module(name) for name in names - self.sizes.keys())
 
+    def _written_nbytes(self) -> int:
+        written = Checkpoint.from_files([self.journal.folder / shard for shard in self.journal.shards])
+        return sum(info.nbytes for info in written.tensors.values())
+
     def _check_sizes(self) -> int:
-        """Returns the bytes of all output tensors.
+        """Returns the bytes of all output tensors, without codes whose number depends on the weights.
 
         Raises an error before anything is written if the format cannot hold a layer.
         """

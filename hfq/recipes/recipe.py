@@ -166,6 +166,11 @@ class Recipe:
         return self.method in ("gptq", "awq", "rtn")
 
     @property
+    def is_for_experts(self) -> bool:
+        """True if all layers but routed experts stay unquantized."""
+        return self.scheme is not None and self.scheme.is_for_experts
+
+    @property
     def changes_floats(self) -> bool:
         """True if the recipe changes a decoder layer's float weights before they are rounded.
 

@@ -23,7 +23,9 @@ class Scheme:
         has_bits: True if users can choose `bits`.
         multiple: The required divisors of a layer's (output, input) size.
         make: Returns the format for a number of bits.
-        group: Returns the config group for a number of bits, without its targets.
+        group: Returns the config group for a number of bits, without its targets; None if `config` is given.
+        config: The whole config of a format that is not of compressed-tensors.
+        is_for_experts: True if all layers but routed experts stay unquantized.
     """
 
     description: str
@@ -31,7 +33,9 @@ class Scheme:
     has_bits: bool
     multiple: tuple[int, int]
     make: Callable[[int], Format]
-    group: Callable[[int], Mapping[str, Any]]
+    group: Callable[[int], Mapping[str, Any]] | None
+    config: Mapping[str, Any] | None = None
+    is_for_experts: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -40,7 +44,7 @@ class Scheme:
 
     def quantization_config(self, num_bits: int, dense: Iterable[str]) -> dict[str, Any]:
         """Returns the config of a model with all linear layers quantized, except those in `dense`."""
-        return group_config(self.group(num_bits), dense)
+        return dict(self.config or {}) if self.group is None else group_config(self.group(num_bits), dense)
 
 
 def group_config(group: Mapping[str, Any], dense: Iterable[str]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ __all__ = [
 
 logger = logging.get_logger("hfq")
 
-_EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=experts\.)(?:expert_)?\d+(?=\.)")
 _ROUTER = re.compile("router", re.IGNORECASE)
 _READ_DIRECTLY = {
     "dt_proj",

@@ -29,6 +29,10 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
             recipe.needs_calibration,
             _WRITTEN,
         ),
+        f"quantize_weights={recipe.method!r}, whose tensors have sizes that depend on the weights": (
+            not recipe.weight_format([]).has_fixed_size,
+            _WRITTEN,
+        ),
         "an active ZeRO-3 config": (is_zero3(), _WRITTEN),
         "tensor parallelism": (has_ranks, _WRITTEN),
         f"cpu_memory={config.cpu_memory!r}": (
@@ -40,7 +44,7 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
         SetupError(
             f"from_pretrained cannot quantize on load with {what}. Nothing was loaded.",
             found=what,
-            expected="a method that needs no calibration data, and one process",
+            expected="a method that needs no calibration data, with tensors of fixed sizes, and one process",
             fix=fix,
         )
         for what, (is_so, fix) in problems.items()

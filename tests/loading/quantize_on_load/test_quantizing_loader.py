@@ -226,6 +226,7 @@ def _status(field):
 
 REFUSED = [
     ({"method": "gptq"}, {}, SetupError, r"quantize_weights='gptq', which needs calibration data"),
+    ({"method": "qmoe"}, {}, SetupError, "sizes that depend on the weights"),
     ({"method": "rtn"}, {"tp_plan": "auto"}, SetupError, "tensor parallelism"),
     ({"method": "rtn", "cpu_memory": "shared"}, {}, SetupError, "cpu_memory='shared'"),
     ({"method": "rtn", "cpu_memory": "private"}, {}, SetupError, "cpu_memory='private'"),
