@@ -284,7 +284,7 @@ class _Job:
         return sum(info.nbytes for info in written.tensors.values())
 
     def _check_sizes(self) -> int:
-        """Returns the bytes of all output tensors, without codes whose number depends on the weights.
+        """Returns the bytes of all output tensors, but for codes whose number is not known.
 
         Raises an error before anything is written if the format cannot hold a layer.
         """
