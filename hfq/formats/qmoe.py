@@ -27,10 +27,24 @@ from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.configs.compressed_tensors_config import unusable
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
-__all__ = ["DICTIONARY", "Qmoe"]
+__all__ = ["DICTIONARY", "Qmoe", "wrong_width"]
 
 DICTIONARY = {"p0": ZERO_PROBABILITY, "entries": ENTRIES, "max_pairs": LONGEST}
 """The parameters of the only dictionary, as a config may state them."""
+
+
+_AGAIN = "Download the checkpoint again. If the error remains, report it to the checkpoint's author."
+
+
+def wrong_width(start: int, rows: int, columns: int) -> FormatError:
+    """Returns the error for rows whose codes do not have this many columns."""
+    return FormatError(
+        "The codes of a QMoE row are not those of the row's width.",
+        tensor="w_comp",
+        expected=f"codes of {columns} columns in each of the rows {start} to {start + rows - 1}",
+        found="a row with more or fewer columns",
+        fix=_AGAIN,
+    )
 
 
 @dataclass(frozen=True)
@@ -121,8 +135,7 @@ class Qmoe(Format):
                 expected=f"offsets from 0 to {self.codes}, with {least} to {most} codes in each row",
                 found=f"{int(offsets[..., 0].min())} to {int(offsets[..., -1].max())}, with "
                 f"{int(counts.min())} to {int(counts.max())} codes in a row",
-                fix="Download the checkpoint again. If the error remains, report it to the checkpoint's "
-                "author.",
+                fix=_AGAIN,
             )
         return self
 
@@ -132,14 +145,7 @@ class Qmoe(Format):
         codes = tensors["w_comp"][int(offsets[0]) : int(offsets[-1])]
         symbols = decode_rows(codes, offsets - offsets[0], columns)
         if symbols is None:
-            raise FormatError(
-                "The codes of a QMoE row are not those of the row's width.",
-                tensor="w_comp",
-                expected=f"codes of {columns} columns in each of the rows {start} to {start + rows - 1}",
-                found="a row with more or fewer columns",
-                fix="Download the checkpoint again. If the error remains, report it to the checkpoint's "
-                "author.",
-            )
+            raise wrong_width(start, rows, columns)
         values = torch.zeros(rows, 3, dtype=torch.float32, device=panel.device)
         values[:, 1:] = tensors["ter_minmax"].view(-1, 2)[start : start + rows]
         torch.gather(values, 1, symbols.to(torch.int64), out=panel)

@@ -36,7 +36,7 @@ __all__ = [
 SWITCH = "HFQ_DISABLE_CPP"
 """The environment variable that disables the C++ library if set to "1"."""
 
-ABI = 9
+ABI = 10
 """The value that `hfq_abi` of src/kernels.cpp must return."""
 
 Engine = Literal["auto", "cpp", "torch"]
@@ -214,6 +214,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         ctypes.c_int,
     ]
     loaded.hfq_dense.argtypes = [ctypes.c_char_p]
+    loaded.hfq_ternary.argtypes = [ctypes.c_char_p]
     for function in (loaded.hfq_experts_in, loaded.hfq_experts_out):
         function.argtypes, function.restype = [ctypes.c_char_p], int64
     loaded.hfq_dequantize.argtypes = [pointer, int64, int64, pointer, int32, ctypes.c_int]

@@ -20,7 +20,9 @@ import torch
 from hfq.formats import Format
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
+from hfq.formats.qmoe import Qmoe
 from hfq.kernels import reference
+from hfq.kernels.cpp import ternary
 from hfq.kernels.cpu import fp8_bfloat16
 from hfq.kernels.layer_tensors import check_on_cpu
 
@@ -245,10 +247,10 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: t
     _, in_features = weight_format.shape(tensors)
     device, multiple = torch.device("cpu"), weight_format.row_multiple
     step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
-    blocks = _block_filler(tensors, weight_format) if dtype == torch.bfloat16 else None
+    whole = _whole_filler(tensors, weight_format, dtype)
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        filled = blocks(start, rows) if blocks is not None else None
+        filled = whole(start, rows) if whole is not None else None
         if filled is not None:
             return filled
         panel = thread_buffer("panel", dtype, device, rows * in_features).view(rows, in_features)
@@ -265,9 +267,14 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: t
     return fill
 
 
-def _block_filler(
-    tensors: Mapping[str, torch.Tensor], weight_format: Format
+def _whole_filler(
+    tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype
 ) -> Callable[[int, int], torch.Tensor | None] | None:
+    """Returns a function that fills whole panels without temporary tensors, or None."""
+    if isinstance(weight_format, Qmoe):
+        return functools.partial(ternary.fill_rows, tensors, weight_format, dtype)
+    if dtype != torch.bfloat16:
+        return None
     if not fp8_bfloat16.is_in_blocks(weight_format) or not fp8_bfloat16.is_shifted(tensors["weight"]):
         return None
     factors = fp8_bfloat16.block_factors(tensors, weight_format)

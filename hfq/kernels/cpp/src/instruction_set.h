@@ -34,6 +34,7 @@ namespace HFQ_ISA_NAME {
 #include "column_major.h"
 #include "expert_sums.h"
 #include "dense_rows.h"
+#include "ternary_rows.h"
 
 }  // namespace HFQ_ISA_NAME
 }  // namespace

@@ -23,6 +23,7 @@
 #include "amx_tiles.h"
 #include "layer.h"
 #include "threads.h"
+#include "ternary.h"
 
 #define HFQ_ISA 0
 #define HFQ_ISA_NAME scalar
@@ -52,9 +53,21 @@
 #include "experts.h"
 #include "dense.h"
 
+namespace {
+
+const Work ternary_works[] = {
+    scalar::ternary_part,
+#if defined(__x86_64__)
+    avx2::ternary_part,
+    avx512::ternary_part,
+#endif
+};
+
+}  // namespace
+
 extern "C" {
 
-int hfq_abi() { return 9; }
+int hfq_abi() { return 10; }
 
 // Sets the threads to use: GOMP_parallel of the OpenMP runtime of the caller's other products, or null for
 // the threads of this library.
@@ -183,6 +196,19 @@ int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, 
     run_parts({panel_works[level()][columns], &panel, (count + width - 1) / width, own_floats(false)},
               threads, wanted);
     return 0;
+}
+
+// Decodes rows of QMoE to float32. Returns 0, -2 for a row whose codes have other columns, or -3 if memory
+// ran out.
+int hfq_ternary(const TernaryRows *given) {
+    if (!own_scratch.get(own_floats(false))) return -3;
+    int is_wrong = 0;
+    const TernaryWork work = {given, &is_wrong};
+    const int wanted = worthwhile((int)given->threads, given->rows * given->columns);
+    run_parts({ternary_works[level()], &work, (given->rows + TERNARY_ROWS - 1) / TERNARY_ROWS,
+               own_floats(false)},
+              (int)given->threads, wanted);
+    return is_wrong ? -2 : 0;
 }
 
 }  // extern "C"
