@@ -132,6 +132,13 @@ def _quantize(options: Options) -> Report:
     return bench_quantize(options.folder, options.size, options.rounds, options.models, _say, threads[0])
 
 
+def _qmoe(options: Options) -> Report:
+    from benchmarks.qmoe import bench_qmoe
+
+    threads = options.threads or _all_threads()
+    return bench_qmoe(options.folder, threads, options.rounds, options.quick, _say)
+
+
 def _fms(options: Options) -> Report:
     from benchmarks.fms.bench_fms import bench_fms
 
@@ -187,6 +194,13 @@ BENCHMARKS = {
         "Memory, time, and quality of quantizing to GPTQ and FP8, against gptqmodel.",
         own=("--model", "--threads"),
     ),
+    "qmoe": Benchmark(
+        _qmoe,
+        0,
+        "QMoE's codes: bits per weight, decoding, and disk rates against 2 bits.",
+        rounds=9,
+        own=("--threads",),
+    ),
     "fms": Benchmark(
         _fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."
     ),
@@ -217,7 +231,7 @@ def bench(
         Path | None, typer.Option(help="Also write NAME.md, NAME.json, and NAME.png here.")
     ] = None,
     threads: Annotated[
-        list[int] | None, typer.Option(min=1, help="kernels, generate, quantize: threads.")
+        list[int] | None, typer.Option(min=1, help="kernels, generate, quantize, qmoe: threads.")
     ] = None,
     model: Annotated[
         list[Path] | None,
