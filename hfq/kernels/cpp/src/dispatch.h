@@ -85,6 +85,13 @@ void (*const orders[])(const Layer &, const float *, int64_t, int64_t, float *) 
     avx512::order_activations,
 #endif
 };
+void (*const block_sums[])(const float *, int64_t, float *) = {
+    scalar::sum_parts,
+#if defined(__x86_64__)
+    avx2::sum_parts,
+    avx512::sum_parts,
+#endif
+};
 void (*const activation_sorts[])(const Layer &, int64_t, int64_t, float *, float *) = {
     scalar::sort_activations,
 #if defined(__x86_64__)
@@ -140,14 +147,16 @@ MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t r
         activation_sorts[level()](layer, rows, stride, scratch, (float *)layer.index + layer.in_features);
     bool integers = finite && level() > 0 && has_integers(layer, rows);
     float *units = scratch + padded_rows(layer, rows) * stride;
-    int32_t *sums = (int32_t *)(units + rows * spans(layer));
-    char *limbs = (char *)(sums + rows * totals(layer));
-    if (integers) counts[level()](layer, scratch, rows, stride, limbs, units, sums);
+    int32_t *totals = (int32_t *)(units + rows * spans(layer));
+    char *limbs = (char *)(totals + rows * ::totals(layer));
+    if (integers) counts[level()](layer, scratch, rows, stride, limbs, units, totals);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
+    const bool sums = layer.kind == BLOCKS && rows == 1;
+    if (sums) block_sums[level()](scratch, layer.in_features, units);
     const OutputParts outputs = cut_product(layer, rows, threads, integers, ordered);
     return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype,
-            integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
+            integers ? limbs : nullptr, units, totals, ordered ? units : nullptr, sums ? units : nullptr};
 }
 
 // True if a layer's channels can be sorted, provided that its groups have equal sizes.

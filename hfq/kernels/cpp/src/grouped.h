@@ -20,6 +20,7 @@ int64_t linear_floats(const Layer &layer, int64_t rows) {
     if (has_integers(layer, rows))
         floats += rows * (up(limbs_nbytes(layer), 4) / 4 + spans(layer) + totals(layer));
     if (layer.kind == E4M3 && rows <= ORDERED_ROWS) floats += rows * (ordered_columns(layer) + 2);
+    if (layer.kind == BLOCKS && rows == 1) floats += part_sums(layer);
     return floats;
 }
 

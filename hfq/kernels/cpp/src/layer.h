@@ -134,6 +134,7 @@ struct MatmulArgs {
     const float *units;     // value of 1 in `limbs`, float32 [rows, spans]
     const int32_t *totals;  // sums of limbs, totals(layer) per row
     const float *ordered;   // activations for subnormals.h, float32, then two factors per row; or null
+    const float *part_sums; // BLOCKS with one row: see sum_parts; or null
 };
 
 // Biases of a layer's outputs.
@@ -388,6 +389,9 @@ HFQ_INLINE int64_t totals(const Layer &layer) {
 
 // Floats per row of activations in the order of e4m3 codes that are read as small floats.
 HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_features, 64) + 16; }
+
+// Floats of the sums of one row of activations that are multiplied by blocks.
+HFQ_INLINE int64_t part_sums(const Layer &layer) { return up(layer.in_features, 256) / 16; }
 
 // Output columns per part of a product with columns.
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers, bool along) {

@@ -191,7 +191,6 @@ template <int KIND> static HFQ_INLINE void dot_codes(const char *row, int64_t k,
 
 // Multiplies one output row by one activation row, without storing decoded weights.
 template <int KIND> static float dot_row(const Layer &layer, int64_t n, const float *x) {
-    if (KIND == BLOCKS) return block_reader(layer).dot(layer, n, x);
     Codes codes;
     open_codes<KIND>(layer, codes);
     const char *row = codes_of<KIND>(layer, n);

@@ -234,7 +234,7 @@ static void rows_part(const void *context, int64_t part, float *scratch) {
         case E5M2: return rows_of<E5M2>(args, n, count, scratch);
         case INT8: return rows_of<INT8>(args, n, count, scratch);
         case QUADS: return rows_of<QUADS>(args, n, count, scratch);
-        case BLOCKS: return rows_of<BLOCKS>(args, n, count, scratch);
+        case BLOCKS: return block_reader(*args.layer).multiply(args, n, count, scratch);
         default: return rows_of<NIBBLES>(args, n, count, scratch);
     }
 }

@@ -14,6 +14,7 @@ typedef uint16_t vuh __attribute__((vector_size(2 * W)));
 typedef int8_t vc __attribute__((vector_size(W)));
 typedef uint8_t vuc __attribute__((vector_size(W)));
 typedef uint8_t vub __attribute__((vector_size(32)));
+typedef uint16_t vuw __attribute__((vector_size(32)));
 typedef uint8_t vb __attribute__((vector_size(4 * W)));
 typedef int8_t vsb __attribute__((vector_size(4 * W)));
 typedef int16_t vs __attribute__((vector_size(4 * W)));
@@ -136,6 +137,24 @@ static HFQ_INLINE vf pick_values(const vf *values, vu codes) {
     __builtin_memcpy(table, values, sizeof(table));
     vf out;
     for (int i = 0; i < W; i++) out[i] = table[codes[i] & 15];
+    return out;
+#endif
+}
+
+// Widens the i-th W of 32 bytes to integers.
+template <bool SIGNED> static HFQ_INLINE vu widened(vub bytes, int i) {
+#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
+    __m128i half =
+        i / 2 ? _mm256_extracti128_si256((__m256i)bytes, 1) : _mm256_castsi256_si128((__m256i)bytes);
+    half = i % 2 ? _mm_srli_si128(half, 8) : half;
+    return (vu)(SIGNED ? _mm256_cvtepi8_epi32(half) : _mm256_cvtepu8_epi32(half));
+#elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
+    const __m128i half =
+        i ? _mm256_extracti128_si256((__m256i)bytes, 1) : _mm256_castsi256_si128((__m256i)bytes);
+    return (vu)(SIGNED ? _mm512_cvtepi8_epi32(half) : _mm512_cvtepu8_epi32(half));
+#else
+    vu out;
+    for (int j = 0; j < W; j++) out[j] = SIGNED ? (uint32_t)(int8_t)bytes[i * W + j] : bytes[i * W + j];
     return out;
 #endif
 }
