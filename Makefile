@@ -44,6 +44,7 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 	echo "Measuring loading, streaming and kernels; results go to docs/benchmarks"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
 	$(BIN)/python -m benchmarks load --out docs/benchmarks
+	$(BIN)/python -m benchmarks large --out docs/benchmarks
 	$(BIN)/python -m benchmarks stream --out docs/benchmarks
 	$(BIN)/python -m benchmarks kernels --out docs/benchmarks
 	$(BIN)/python -m benchmarks generate --out docs/benchmarks

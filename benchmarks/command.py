@@ -74,6 +74,12 @@ def _load(options: Options) -> Report:
     return bench_load(options.folder, options.size, options.rounds, _say)
 
 
+def _large(options: Options) -> Report:
+    from benchmarks.load.bench_large import bench_large
+
+    return bench_large(options.folder, options.rounds, _say, options.quick)
+
+
 def _memory(options: Options) -> Report:
     from benchmarks.memory import bench_memory
 
@@ -161,6 +167,7 @@ BENCHMARKS = {
     "load": Benchmark(
         _load, 2.4e9, "Time, memory, and reads of loading: hfq, transformers, and safetensors, cold and warm."
     ),
+    "large": Benchmark(_large, 0, "CPU time and memory of planning and loading models of 30B and 671B."),
     "memory": Benchmark(
         _memory, 6.4e9, "Peak memory against model size: plain transformers and hfq, in memory and on disk."
     ),
