@@ -30,7 +30,8 @@ class Options:
         rounds: Number of rounds. A round measures everything once.
         quick: True if the run tests the benchmark, without useful measurements.
         threads: Numbers of threads. None means the benchmark's defaults.
-        models: Checkpoints of the user: measured by `plan`, trained models for `quantize`.
+        models: Checkpoints of the user: measured by `plan`, trained models for `quantize`. Recordings of routing
+            for `experts`.
         ranks: Local ranks under ZeRO-3. 0 means none.
         shapes: Names of layer shapes. None means all.
         rows: Numbers of activation rows. None means the benchmark's defaults.
@@ -157,6 +158,12 @@ def _quality(options: Options) -> Report:
     return bench_quality(options.folder, options.quick, _say)
 
 
+def _experts(options: Options) -> Report:
+    from benchmarks.experts.bench_experts import bench_experts
+
+    return bench_experts(options.folder, options.models, options.quick, _say)
+
+
 def _check_quality(report: Report) -> None:
     from benchmarks.quality.bench_quality import check_orderings
 
@@ -208,6 +215,9 @@ BENCHMARKS = {
         rounds=9,
         own=("--threads",),
     ),
+    "experts": Benchmark(
+        _experts, 0, "Hit rates of cache policies on recorded and random routing.", own=("--model",)
+    ),
     "fms": Benchmark(
         _fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."
     ),
@@ -242,7 +252,7 @@ def bench(
     ] = None,
     model: Annotated[
         list[Path] | None,
-        typer.Option(help="plan: a checkpoint to measure. quantize: a small trained model."),
+        typer.Option(help="plan: a checkpoint. quantize: a trained model. experts: a recording of routing."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=0, help="plan: local ranks under ZeRO-3; by default 2.")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hfq.quantization.driver import quantize
     from hfq.recipes.recipe import Recipe
     from hfq.runtime.kv_cache.offloaded_cache import OffloadedCache
+    from hfq.runtime.record_routing import record_routing
     from hfq.runtime.report import report
     from hfq.runtime.run_batches import run_batches
     from hfq.runtime.timeline import timeline
@@ -44,6 +45,7 @@ __all__ = [
     "perplexity",
     "pretrained_config",
     "quantize",
+    "record_routing",
     "report",
     "run_batches",
     "timeline",
@@ -58,6 +60,7 @@ _LAZY = {
     "perplexity": "hfq.evaluation.perplexity",
     "pretrained_config": "hfq.integrations.transformers.pretrained_config",
     "quantize": "hfq.quantization.driver",
+    "record_routing": "hfq.runtime.record_routing",
     "report": "hfq.runtime.report",
     "run_batches": "hfq.runtime.run_batches",
     "timeline": "hfq.runtime.timeline",

@@ -67,8 +67,17 @@ OFFLOAD_REPORT = {
 
 def test_the_top_level_holds_the_config_the_functions_and_the_errors():
     errors = {"CheckpointError", "FormatError", "HfqError", "PlacementError", "SetupError"}
-    functions = {"compare", "evaluate", "perplexity", "pretrained_config", "quantize", "report"}
-    assert set(hfq.__all__) == {"HfqConfig", "Recipe", "fms", "run_batches", "timeline"} | functions | errors
+    functions = {
+        "compare",
+        "evaluate",
+        "perplexity",
+        "pretrained_config",
+        "quantize",
+        "record_routing",
+        "report",
+    }
+    others = {"HfqConfig", "OffloadedCache", "Recipe", "fms", "run_batches", "timeline"}
+    assert set(hfq.__all__) == others | functions | errors
     for name in hfq.__all__:
         assert getattr(hfq, name) is not None
 

@@ -53,6 +53,7 @@ class QuantizedExperts(nn.ModuleList):
             layer is onloaded so.
         guess_next: Returns the offloaded layers of the experts that the next module of experts may route
             these hidden states to. None if nothing tells.
+        on_route: Called with the routed experts of each call, integers [tokens, k]; None if nothing records.
         is_late: True if the enclosing block waits for results that are computed on the CPU (`await_outputs`),
             so that its other layers compute meanwhile.
     """
@@ -69,6 +70,7 @@ class QuantizedExperts(nn.ModuleList):
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
         self.onload: Onload | None = None
         self.guess_next: Callable[[torch.Tensor], Routed] | None = None
+        self.on_route: Callable[[torch.Tensor], object] | None = None
         self.is_late = False
         self._stacked = StackedExperts(
             self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
@@ -104,6 +106,8 @@ class QuantizedExperts(nn.ModuleList):
         """
         if is_captured():
             check_not_captured("A module of quantized experts")
+        if self.on_route is not None:
+            self.on_route(top_k_index)
         stacked = self._stacked.rows_of_block(hidden_states, top_k_index.shape[1])
         if stacked is not None:
             result = self._stacked.compute(hidden_states, top_k_index, top_k_weights, *stacked)

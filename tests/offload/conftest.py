@@ -130,8 +130,9 @@ class Experts:
         return found
 
     def kept(self) -> list[int]:
-        """Returns the experts that have a place, the least recently used first."""
-        held = [place.contents.expert for place in self.places()._order if place.contents is not None]
+        """Returns the experts that have a place, the one that leaves next first."""
+        places = sorted(self.places().places, key=lambda place: place.value)
+        held = [place.contents.expert for place in places if place.contents is not None]
         return [self.cache.experts.index(expert) for expert in held]
 
     def use(self, *numbers: int, during=lambda numbers: None, ahead=None) -> list[list[int]]:
@@ -164,7 +165,7 @@ class Experts:
 
     def are_free(self) -> bool:
         """Returns True if no call uses a place, and this thread is given no tensors."""
-        is_left = any(place.holders() for place in self.places()._order)
+        is_left = any(place.holders() for place in self.places().places)
         return not is_left and self.cache._onloaded() is None
 
 

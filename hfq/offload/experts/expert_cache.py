@@ -46,10 +46,10 @@ _DEVICE_SHARE = 0.9
 
 
 class ExpertCache:
-    """Onloads routed experts, and keeps the most recently used ones.
+    """Onloads routed experts, and keeps those that are used most, of which old uses count less.
 
-    Routing is skewed, and repeats. Each device has one block of memory in equal places. A place gets another
-    expert only if no thread computes with the former one.
+    Routing is skewed, and changes with the topic. Each device has one block of memory in equal places. A
+    place gets another expert only if no thread computes with the former one.
 
     Args:
         experts: All offloaded experts.
@@ -75,7 +75,10 @@ class ExpertCache:
         self.experts = tuple(experts)
         self._expert_of = {module: expert for expert in self.experts for module in expert.modules}
         self.guesses = GuessCounts()
-        self._places = {device: Places(memory, pool, self.guesses) for device, memory in memories.items()}
+        period = len({expert.name.rpartition(".")[0] for expert in self.experts})
+        self._places = {
+            device: Places(memory, pool, self.guesses, period) for device, memory in memories.items()
+        }
         self._read_alone, self._may_guess = read_alone, may_guess
         self._freed = threading.Condition()
         self._here = threading.local()
@@ -183,8 +186,8 @@ class ExpertCache:
         held: list[Held | None] = []
         first, has_looked = 0, False
         with self._freed:
-            for expert in order:
-                self._places[expert.device].touch(expert)
+            for device, places in self._places.items():
+                places.note(expert for expert in order if expert.device == device)
         while first < len(experts):
             self._start(lease, experts, order, first, held)
             if not lease.is_nested and not has_looked and first + len(held) == len(experts):
@@ -220,7 +223,7 @@ class ExpertCache:
                 expert, taken = experts[index], None
                 if expert is not None:
                     places = self._places[expert.device]
-                    taken = places.take(expert, lease, functools.partial(_is_later, order, index))
+                    taken = places.take(expert, lease, functools.partial(_needed_at, order, index))
                     if taken is None and held:
                         return
                     if taken is None and not lease.is_nested and places.are_taken_by_others():
@@ -251,8 +254,10 @@ class ExpertCache:
             self._freed.notify_all()
 
 
-def _is_later(order: Mapping[Expert, int], index: int, expert: Expert) -> bool:
-    return order.get(expert, -1) >= index
+def _needed_at(order: Mapping[Expert, int], first: int, expert: Expert) -> int:
+    """Returns the number of an expert in the order of a call, -1 if it comes before `first`."""
+    index = order.get(expert, -1)
+    return index if index >= first else -1
 
 
 def _size_of_part(held: Sequence[Held | None], needed: int) -> int:

@@ -12,17 +12,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hfq.errors import CheckpointError, SetupError
+from hfq.offload.experts.eviction import DecayedCounts
 from tests.support.interruption import Interruption
 
 
-def test_the_least_recently_used_leaves_first(build_experts):
+def test_the_least_used_leaves_first_and_old_uses_count_less(build_experts):
     experts = build_experts(places=3)
-    for number in (0, 1, 2, 0, 3):  # 1 is the oldest when 3 comes
+    for number in (0, 1, 2, 0, 3):  # 1 was used as often as 2, but earlier
         experts.use(number)
-    assert experts.kept() == [2, 0, 3]
+    assert experts.kept() == [2, 3, 0]
     assert (experts.cache.hits, experts.cache.misses) == (1, 4)
-    experts.use(1)
-    assert experts.kept() == [0, 3, 1]
+    experts.use(1)  # it was used before, which still counts
+    assert experts.kept() == [3, 0, 1]
+    for _ in range(100):
+        experts.use(2)
+        experts.use(3)
+    experts.use(4)  # the former uses of 0 and 1 are long ago
+    assert experts.kept() == [4, 2, 3]
+
+
+def test_a_call_of_more_experts_than_places_hits_what_is_used_most(build_experts):
+    experts = build_experts(places=3)
+    experts.places()._uses = DecayedCounts(16, period=3)
+    for _ in range(6):
+        for numbers in ([0, 1], [2, 3], [4, 5]):  # layers in a circle
+            experts.use(*numbers)
+    hits = experts.cache.hits
+    for numbers in ([0, 1], [2, 3], [4, 5]):
+        experts.use(*numbers)
+    assert experts.cache.hits > hits
 
 
 @pytest.mark.parametrize("places", [0, 1, 2, 3, 8, 20])
@@ -66,7 +84,7 @@ def test_without_room_half_computes_while_the_other_half_is_read(build_experts):
 
     def during(part):
         if part == [0, 1]:
-            for place in experts.places()._order:
+            for place in experts.places().places:
                 place.contents.ticket.wait()
             ahead.extend(experts.kept())
 
@@ -268,17 +286,20 @@ def test_after_an_interrupt_at_any_line_the_next_call_is_right(build_experts):
             Interruption(index).run(work)
         assert experts.are_free(), line
         work()
-        assert len(experts.places()._order) == 3
+        assert len(experts.places().places) == 3
         assert experts.are_free(), line
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.integers(2, 6), st.lists(st.integers(0, 7), max_size=20))
 def test_it_keeps_what_a_plain_list_would(build_experts, places, wishes):
-    experts, model = build_experts(places), []
-    for number in wishes:
-        hits, is_there = experts.cache.hits, number in model
+    experts, kept, uses = build_experts(places), [], {}
+    for call, number in enumerate(wishes):
+        hits, is_there = experts.cache.hits, number in kept
         experts.use(number)
         assert experts.cache.hits == hits + is_there
-        model = [*(other for other in model if other != number), number][-places:]
-        assert experts.kept() == model
+        uses.setdefault(number, []).append(call)
+        others = [other for other in kept if other != number]
+        others.sort(key=lambda other: (sum(2 ** (use / 16) for use in uses[other]), -max(uses[other])))
+        kept = [*others[max(0, len(others) + 1 - places) :], number]
+        assert sorted(experts.kept()) == sorted(kept)

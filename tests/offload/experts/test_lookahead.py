@@ -26,7 +26,7 @@ def guessing(build_experts):
 
 def finish(experts) -> None:
     """Waits for all reads."""
-    for place in experts.places()._order:
+    for place in experts.places().places:
         if place.contents is not None:
             place.contents.ticket.wait()
 
@@ -120,7 +120,7 @@ def test_an_error_of_a_guess_is_raised_only_if_the_expert_is_needed(guessing):
 
     experts.offloader.source.read = fail
     experts.use(0, ahead=[1, 2])
-    while not all(place.is_settled() for place in experts.places()._order):
+    while not all(place.is_settled() for place in experts.places().places):
         pass
     experts.use(0)
     with pytest.raises(CheckpointError, match="The disk fails"):

@@ -1,0 +1,138 @@
+"""Recording of the experts that a model routes its tokens to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hfq.errors import CheckpointError, SetupError
+from hfq.loading.loaded_model import loader_of
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.quantized_module import QuantizedModule
+
+__all__ = ["Call", "Routing", "record_routing"]
+
+Call = tuple[int, list[list[int]]]
+"""The number of a module of experts, and the experts of each token."""
+
+_KIND = "hfq routing"
+
+
+@dataclass
+class Routing:
+    """Recording of a model; empty until it runs.
+
+    Attributes:
+        modules: Names of the modules of experts, in model order.
+        experts: Number of experts in each.
+        nbytes: Bytes of one expert of each, as stored.
+        calls: Each call of one of them, in order.
+    """
+
+    modules: list[str] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def requests(self) -> list[list[tuple[int, int]]]:
+        """Returns the distinct experts of each call, as (number of the module, expert)."""
+        return [
+            [(module, expert) for expert in sorted({each for row in rows for each in row})]
+            for module, rows in self.calls
+        ]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the recording as JSON."""
+        content = {"kind": _KIND, "modules": self.modules, "experts": self.experts, "nbytes": self.nbytes}
+        text = json.dumps({**content, "calls": self.calls}, separators=(",", ":"))
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Routing:
+        """Reads a recording that `save` wrote.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is no recording.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            calls = [
+                (int(module), [[int(each) for each in row] for row in rows])
+                for module, rows in content["calls"]
+            ]
+            found = cls(content["modules"], content["experts"], content["nbytes"], calls)
+            is_valid = content["kind"] == _KIND and all(map(found._is_valid, calls))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise _no_recording(path, error) from error
+        if not is_valid:
+            raise _no_recording(path, "other content")
+        return found
+
+    def _is_valid(self, call: Call) -> bool:
+        module, rows = call
+        return 0 <= module < len(self.experts) and all(
+            0 <= each < self.experts[module] for row in rows for each in row
+        )
+
+    def _add(self, module: int, top_k_index: torch.Tensor) -> None:
+        count = self.experts[module]
+        rows = top_k_index.tolist()
+        self.calls.append((module, [[each for each in row if 0 <= each < count] for row in rows]))
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module) -> Iterator[Routing]:
+    """Records the routed experts of a model that hfq loaded, inside a `with` statement.
+
+        with hfq.record_routing(model) as routing:
+            model.generate(**inputs)
+        routing.save("routing.json")
+
+    `python -m benchmarks experts --model routing.json` compares cache policies on it.
+
+    Raises:
+        SetupError: hfq did not load the model, it has no quantized experts, or it is being recorded already.
+    """
+    loader_of(model)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+    if not found:
+        raise _error("This model has no quantized experts.", "a mixture of experts", type(model).__name__)
+    if any(module.on_route is not None for module in found.values()):
+        raise _error("The routing of this model is being recorded already.", "one recording at a time", "two")
+    sizes = [_nbytes(module[0]) for module in found.values()]
+    routing = Routing([*found], [len(module) for module in found.values()], sizes)
+    try:
+        for number, module in enumerate(found.values()):
+            module.on_route = functools.partial(routing._add, number)
+        yield routing
+    finally:
+        for module in found.values():
+            module.on_route = None
+
+
+def _nbytes(expert: nn.Module) -> int:
+    layers = [layer for layer in expert.children() if isinstance(layer, QuantizedModule)]
+    return sum(info.nbytes for layer in layers for info in layer.infos.values())
+
+
+def _error(message: str, expected: str, found: object) -> SetupError:
+    fix = "Record one mixture of experts at a time, whose experts hfq loaded."
+    return SetupError(message, expected=expected, found=found, fix=fix)
+
+
+def _no_recording(path: str | os.PathLike, found: object) -> CheckpointError:
+    return CheckpointError(
+        "This file is no recording of routing.",
+        file=str(path),
+        expected="JSON of Routing.save",
+        found=found,
+        fix="Record it again with hfq.record_routing.",
+    )
