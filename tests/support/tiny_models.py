@@ -1,9 +1,11 @@
 """A random one-layer Llama in any format: the smallest checkpoint for `from_pretrained`."""
 
 import hashlib
+import importlib.util
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
@@ -46,9 +48,16 @@ FIRST = "model.layers.0.self_attn.q_proj"
 
 
 def shared_checkpoints() -> list[Path]:
-    """Returns the folders of `SHARED` and `SHARED_2026` in safetensors."""
+    """Returns the folders of `SHARED` and `SHARED_2026`."""
     folders = [path for root in (SHARED, SHARED_2026) if root.is_dir() for path in sorted(root.iterdir())]
-    return [path for path in folders if "gguf" not in path.name]
+    return [path for path in folders if path.is_dir()]
+
+
+def marked_by_needs(path: Path):
+    """Returns a folder as a parameter of a test, skipped without the package that makes its config."""
+    is_missing = "noconfig" in path.name and importlib.util.find_spec("gguf") is None
+    reason = "transformers makes a config of GGUF metadata with the package gguf"
+    return pytest.param(path, id=path.name, marks=pytest.mark.skipif(is_missing, reason=reason))
 
 
 def size_of(module: str) -> tuple[int, int]:
