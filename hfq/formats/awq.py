@@ -30,7 +30,7 @@ from hfq.formats.codecs.bit_packing import pack_stream, unpack_stream
 from hfq.formats.codecs.groups import apply_groups, check_divides
 from hfq.formats.codecs.nibbles import look_up_nibbles
 from hfq.formats.codecs.value_checks import check_finite
-from hfq.formats.configs.gptq_config import is_awq, module_options
+from hfq.formats.configs.gptq_config import is_awq, is_gguf, module_options
 from hfq.formats.layouts.row_order import AwqOrder
 from hfq.formats.layouts.slicing import AwqShards
 from hfq.tensor_spec import TensorInfo, TensorSpec
@@ -85,7 +85,7 @@ class Awq(AwqShards, AwqOrder):
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Awq | None:
-        if "qweight" not in tensors or not is_awq(tensors, config):
+        if "qweight" not in tensors or is_gguf(config) or not is_awq(tensors, config):
             return None
         config = module_options(module, config)
         bits = _read_bits(module, config)

@@ -37,6 +37,7 @@ from hfq.formats.configs.gptq_config import (
     ZeroReading,
     check_zero_points,
     is_awq,
+    is_gguf,
     is_planar,
     module_options,
     names_writer,
@@ -131,7 +132,7 @@ class Gptq(GptqShards, GptqOrder):
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Gptq | None:
-        if "qweight" not in tensors or is_awq(tensors, config):
+        if "qweight" not in tensors or is_gguf(config) or is_awq(tensors, config):
             return None
         options = module_options(module, config)
         allowed = PLANAR_BITS if is_planar(config) else BITS

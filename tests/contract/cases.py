@@ -13,6 +13,7 @@ from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.deepseek_v4 import DeepseekMxfp4
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gemma_qat import GemmaQat
+from hfq.formats.gguf.gptqmodel_rows import GptqmodelGguf
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
@@ -360,6 +361,8 @@ CASES = [
         BlockwiseInt8(block=(48, 80)),
         {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [48, 80]},
     ),
+    Case("gptqmodel-gguf-q8_0", GptqmodelGguf("Q8_0"), {"quant_method": "gguf", "bits": 8, "format": "q_0"}),
+    Case("gptqmodel-gguf-q4_0", GptqmodelGguf(), {"quant_method": "gguf", "bits": 4, "format": "q_0"}),
     Case("w8a8-int8", IntQuantized(scale_shape=(2, 1)), {"quant_method": "w8a8_int8"}),
     Case(
         "mxfp4-quark",

@@ -55,7 +55,7 @@ def test_packing_saves_bytes(module):
 def test_the_rounding_error_is_that_of_the_bits(case, weight):
     tensors, weight_format = packed(case, weight)
     error = (weight_format.dequantize(tensors) - weight).norm() / weight.norm()
-    bits = weight_format.bits_per_code
+    bits = int(weight_format.bits_per_code)  # without the scales in the blocks of GGUF
     # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half for each further bit, up to the
     # mantissas of FP6 and FP8; QMoE's codes, of no fixed bits, have three values
     assert 0.001 < error < {0: 1.0, 1: 1.5, 2: 0.65, 3: 0.3, 4: 0.16, 5: 0.08, 6: 0.06, 8: 0.07}[bits]
@@ -91,7 +91,9 @@ def test_linear_is_a_product_with_the_dequantized_weight(module, dtype):
 
 def test_a_damaged_scale_is_refused_by_name(case, module):
     detected, tensors = module
-    name = next(spec.name for spec in detected.tensor_specs(IN, OUT) if spec.role == "scale")
+    name = next((spec.name for spec in detected.tensor_specs(IN, OUT) if spec.role == "scale"), None)
+    if name is None:
+        pytest.skip("its scales are in its blocks")
     damaged = tensors[name].clone()
     tiny_models.poison(damaged.view(-1), 0)
     with pytest.raises(Exception, match=rf"(?s)not finite. Nothing was loaded.*{MODULE}.{name}.*Fix:"):

@@ -67,14 +67,14 @@ def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
 
 
 @pytest.mark.parametrize("placement", HALF_AND_ONCE)
-def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_path):
+def test_saving_gives_back_the_bytes(load, checkpoint, resident, required, placement, tmp_path):
     model = load(checkpoint, PLACEMENTS[placement])
     model.to(torch.bfloat16) if placement != "disk" else None
     model.save_pretrained(tmp_path)
     source, saved = tiny_models.digests(checkpoint), tiny_models.digests(tmp_path)
     assert source.keys() == saved.keys()
     packed = [name for name in source if "_proj." in name]
-    assert len(packed) >= 28
+    assert len(packed) >= 14 * min(len(required), 2)
     assert {name: saved[name] for name in packed} == {name: source[name] for name in packed}
     assert torch.equal(logits(load(tmp_path), TOKENS), resident)
 
@@ -103,11 +103,13 @@ def test_a_missing_tensor_is_refused_by_name(case, required, tensors, load, tmp_
 
 
 def test_a_renamed_tensor_is_refused_by_both_names(case, required, tensors, load, tmp_path):
-    name = f"{tiny_models.FIRST}.{required[1]}"
+    name = f"{tiny_models.FIRST}.{required[:2][-1]}"
     path = damaged(tensors, tmp_path, case, name, lambda t, n: t.__setitem__(f"{n}x", t.pop(n)))
     with pytest.raises(FormatError) as caught:
         load(path)
-    assert f"{name}: missing" in str(caught.value)
+    # without another tensor, nothing says that the layer is quantized
+    missing = name if len(required) > 1 else f"{tiny_models.FIRST}.weight"
+    assert f"{missing}: missing" in str(caught.value)
     assert f"{name}x: unexpected" in str(caught.value)
 
 
@@ -148,7 +150,9 @@ def test_a_scale_that_is_not_finite_is_refused_while_loading(
     case, detected, tensors, load, tmp_path, device_map
 ):
     specs = detected[tiny_models.FIRST][0].tensor_specs(128, 128)
-    local = next(spec.name for spec in specs if spec.role == "scale")
+    local = next((spec.name for spec in specs if spec.role == "scale"), None)
+    if local is None:
+        pytest.skip("its scales are in its blocks")
 
     def poison(t, n):
         t[n] = t[n].clone()

@@ -21,6 +21,7 @@ __all__ = [
     "ZeroReading",
     "check_zero_points",
     "is_awq",
+    "is_gguf",
     "is_planar",
     "module_options",
     "names_writer",
@@ -72,6 +73,11 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
             fix="Restore the original quantization_config in config.json.",
         )
     return names_awq
+
+
+def is_gguf(config: Mapping) -> bool:
+    """Returns True if the config says that a `qweight` holds blocks of ggml."""
+    return config.get("quant_method") == "gguf"
 
 
 def is_planar(config: Mapping) -> bool:

@@ -29,6 +29,7 @@ METHODS = frozenset(
         "bitnet",
         "blockwise_int8",
         "gemma",
+        "gguf",
         "w8a8_int8",
         "hfq",
     }

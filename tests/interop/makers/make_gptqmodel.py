@@ -1,4 +1,4 @@
-"""Maker of GPTQ, AWQ, and FP8 checkpoints, with the logits of their weights.
+"""Maker of GPTQ, AWQ, FP8, and GGUF checkpoints, with the logits of their weights.
 
 gptqmodel quantizes and dequantizes the weights. Run it with tests/interop/requirements*.txt installed:
 
@@ -6,6 +6,7 @@ gptqmodel quantizes and dequantizes the weights. Run it with tests/interop/requi
 """
 
 import os
+import re
 import sys
 import tempfile
 from itertools import product
@@ -15,12 +16,15 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 import common
 import torch
+from common import write_reference
 from gptqmodel import GPTQModel, QuantizeConfig
+from gptqmodel.nn_modules.qlinear.gguf import GGUFTorchLinear
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
-from gptqmodel.quantization.config import FP8Config
+from gptqmodel.quantization.config import FP8Config, GGUFConfig
 from gptqmodel.quantization.dtype import dequantize_fp8
 from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYOUTS = {"v1": "gptq", "v2": "gptq_v2"}
 MOE_LAYOUTS = {"sym": {}, "asym-v2": {"sym": False, "format": "gptq_v2"}}
@@ -63,7 +67,36 @@ def dequantize_float8(tensors: dict[str, torch.Tensor], config: dict) -> torch.T
     )
 
 
-DEQUANTIZE = {"gptq": dequantize_gptq, "awq": dequantize_awq, "fp8": dequantize_float8}
+def dequantize_gguf(tensors: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
+    """Returns the weight [out, columns of whole blocks] in float32, from gptqmodel's own module."""
+    rows, nbytes = tensors["qweight"].shape
+    kind = GGUFConfig(bits=config["bits"], format=config["format"]).runtime_bits
+    linear = GGUFTorchLinear(kind, -1, True, False, 32, rows, bias=False, register_buffers=False)
+    columns = nbytes // linear.gguf_type_size * linear.gguf_block_size
+    linear = GGUFTorchLinear(kind, -1, True, False, columns, rows, bias=False, register_buffers=True)
+    linear.qweight = tensors["qweight"].clone()
+    return linear.dequantize_weight(dtype=torch.float32).t()
+
+
+DEQUANTIZE = {
+    "gptq": dequantize_gptq,
+    "awq": dequantize_awq,
+    "fp8": dequantize_float8,
+    "gguf": dequantize_gguf,
+}
+
+
+def overrides(module: str, config: dict) -> dict:
+    """Returns the options that the first matching rule of `dynamic` changes for a module."""
+    rules = config.get("dynamic") or {}
+    return next((rule for pattern, rule in rules.items() if re.match(pattern, module)), {})
+
+
+def plain_shape(folder: Path, module: str) -> torch.Size:
+    """Returns the shape of a weight in the unquantized model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model.get_submodule(module).weight.shape
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
@@ -74,7 +107,9 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     for module, tensors in common.by_module(common.stored_tensors(folder)).items():
         packed = "qweight" in tensors or "weight_scale_inv" in tensors
         if packed:
-            weight = DEQUANTIZE[config["quant_method"]](tensors, config)
+            weight = DEQUANTIZE[config["quant_method"]](tensors, config | overrides(module, config))
+            if config["quant_method"] == "gguf":  # without the padding
+                weight = weight[:, : plain_shape(folder, module)[1]]
             tensors = {key: value for key, value in tensors.items() if key == "bias"}
             weights[f"{module}.weight"] = weight.t() if transposed else weight
         weights.update({f"{module}.{local}": tensor for local, tensor in tensors.items()})
@@ -112,10 +147,12 @@ class Maker:
     def __call__(self, folder: Path) -> None:
         torch.manual_seed(7)
         model = GPTQModel.load(str(self.dense), self.config(), device="cpu")
-        model.quantize(common.calibration(), batch_size=1)
+        model.quantize(
+            None if isinstance(model.quantize_config, GGUFConfig) else common.calibration(), batch_size=1
+        )
         model.save(str(folder), **self.save_options)
         (folder / "quant_log.csv").unlink(missing_ok=True)
-        common.write_reference(folder, dequantized(folder))
+        write_reference(folder, dequantized(folder))
         if self.edit is common.some_rows_positive:
             check_zeros(folder)
 
@@ -209,6 +246,10 @@ def float8(method: str, **options):
     return lambda: FP8Config(weight_scale_method=method, offload_to_disk=False, **options)
 
 
+def gguf(name: str, **options):
+    return lambda: GGUFConfig(bits=name, offload_to_disk=False, **options)
+
+
 def other_makers() -> dict:
     made = {f"awq-gemm-g{group}": Maker(config=awq(group)) for group in (32, 128)}
     made["awq-gemm-g32-asym"] = Maker(config=awq(32, sym=False))
@@ -220,6 +261,11 @@ def other_makers() -> dict:
         made[f"fp8-{method}"] = Maker(config=float8(method))
     made["fp8-row-dynamic"] = Maker(config=float8("row", dynamic={r"-:.*down_proj": {}}))
     made["fp8-block"] = Maker(config=float8("block", weight_block_size=[64, 64]))
+    for name in ("q1_0", "q2_0", "q4_0", "q8_0", "q4_k_m", "q5_k", "q6_k"):
+        made[f"gguf-{name}"] = Maker(config=gguf(name))
+    overrides = {r".*down_proj": {"bits": 8, "format": "q_0"}, r"-:.*o_proj": {}}
+    made["gguf-dynamic"] = Maker(config=gguf("q4_k_m", dynamic=overrides))
+    made["gguf-mixtral-q4_0"] = Maker(kind="mixtral", config=gguf("q4_0"))
     made["fp8-row-e5m2"] = Maker(config=float8("row", format="float8_e5m2"))
     return made
 

@@ -9,6 +9,7 @@ bfloat16 if the file would exceed 5 KiB. Run it in each environment in turn, wit
     python make_more_goldens.py autoround
     python make_more_goldens.py mlx
     python make_more_goldens.py quark
+    python make_more_goldens.py gptqmodel
 """
 
 import argparse
@@ -28,7 +29,12 @@ from safetensors.torch import save_file
 from writing import stored
 
 OUTPUT = Path(__file__).parents[2] / "data" / "goldens"
-QUERY, OUTPUT_PROJECTION, EXPERTS = "self_attn.q_proj", "self_attn.o_proj", "mlp.experts"
+QUERY, KEY, OUTPUT_PROJECTION, EXPERTS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.o_proj",
+    "mlp.experts",
+)
 EMBEDDING = "model.embed_tokens"
 LIMIT = 5 * 1024
 TINY = {
@@ -141,6 +147,18 @@ def transformers(m) -> dict[str, tuple]:
     }
 
 
+def gptqmodel(m) -> dict[str, tuple]:
+    def make(name: str):
+        def maker(folder: Path) -> None:
+            found = m.Maker(config=m.gguf(name), **TINY | {"num_key_value_heads": 1})
+            found.prepare(folder.parent)
+            found(folder)
+
+        return maker
+
+    return {f"gguf-{name}": (make(name), KEY) for name in ("q4_k", "q2_0")}
+
+
 def mlx(m) -> dict[str, tuple]:
     return {
         "4bit-g64": (m.make(sizes=TINY), QUERY),
@@ -161,6 +179,7 @@ PEERS: dict[str, Callable] = {
     "autoround": autoround,
     "quark": quark,
     "transformers": transformers,
+    "gptqmodel": gptqmodel,
     "mlx": mlx,
 }
 PACKAGES = {
@@ -175,7 +194,7 @@ def run(module, maker, folder: Path) -> dict[str, torch.Tensor]:
     """Makes the checkpoint, and returns the dequantized tensors that its reference would use."""
     seen = {}
 
-    def take(_folder, dense, _method):
+    def take(_folder, dense, _method=None):
         seen.update(dense)
         return torch.ones(1)
 
