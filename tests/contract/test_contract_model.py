@@ -79,6 +79,20 @@ def test_saving_gives_back_the_bytes(load, checkpoint, resident, required, place
     assert torch.equal(logits(load(tmp_path), TOKENS), resident)
 
 
+@ONCE
+def test_layers_that_predict_further_tokens_are_saved_again(case, tensors, load, resident, tmp_path):
+    more = {
+        name.replace("model.layers.1.", "mtp.0."): t for name, t in tensors.items() if "layers.1." in name
+    }
+    schemas = tiny_models.schemas(tensors | more, case.schema)
+    path = tiny_models.write_model(tmp_path / "source", tensors | more, case.config, schemas, case.kind)
+    model = load(path)
+    assert torch.equal(logits(model, TOKENS), resident)
+    model.save_pretrained(tmp_path / "saved")
+    source, saved = tiny_models.digests(path), tiny_models.digests(tmp_path / "saved")
+    assert {name: saved[name] for name in more} == {name: source[name] for name in more}
+
+
 def damaged(tensors, tmp_path, case, name, change) -> str:
     broken = dict(tensors)
     change(broken, name)

@@ -15,8 +15,11 @@ __all__ = ["Names", "owner_of"]
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)attn\.(masked_)?bias$")
 """Buffers in files of older versions, which models do not have today."""
 
-_PREDICTING = r"(^|\.)mtp\."
-"""Layers that predict further tokens (DeepSeek-V4, Qwen3-Next)."""
+_PREDICTING = r"(^|\.)mtp[._]"
+"""Layers that predict further tokens (DeepSeek-V4, Qwen3-Next: `mtp.`; Hunyuan, ERNIE: `mtp_`)."""
+
+_NUMBERED = re.compile(r"layers\\?\.\d")
+"""A pattern of a model class for one layer that it does not have, such as the 92nd of GLM-4.5."""
 
 
 class Names:
@@ -34,8 +37,10 @@ class Names:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._experts: dict[str, str] = {}
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
-        predicting = {_PREDICTING, *_predicting_layers(model)}
-        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS, *predicting}
+        unexpected = {*(model._keys_to_ignore_on_load_unexpected or ())}
+        numbered = {pattern for pattern in unexpected if _NUMBERED.search(pattern)}
+        predicting = {_PREDICTING, *numbered, *_predicting_layers(model)}
+        ignored = {*unexpected, *_OLD_BUFFERS, *predicting}
         if not any("lm_head" in name for name in self._tensors):
             ignored.add(r"(^|\.)lm_head\.")  # only the class with a head has one
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))

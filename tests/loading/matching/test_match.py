@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig
 from hfq.formats.fp8 import Fp8
 from hfq.loading.matching import match
+from hfq.loading.matching.renaming import Names
 from tests.contract.cases import CASES
 from tests.support import moe_models, tiny_models
 
@@ -80,6 +81,23 @@ def test_tensors_under_mtp_are_left_out_and_saved_again(tensors, tmp_path):
     load_as_is(path).save_pretrained(tmp_path / "saved")
     saved, source = tiny_models.digests(tmp_path / "saved"), tiny_models.digests(path)
     assert {name: saved[name] for name in more} == {name: source[name] for name in more}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept", "dropped"),
+    [
+        ("glm4_moe", "model.layers.92.eh_proj.weight", "model.layers.91.surplus.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.self_attn.q_proj.weight", "mtpx.weight"),
+        ("qwen2_moe", "model.mtp_layers.0.enorm.weight", "model.rotary_emb.inv_freq"),
+    ],
+)
+def test_layers_that_a_model_class_leaves_out_are_saved_again(model_type, kept, dropped):
+    config = AutoConfig.for_model(model_type, num_hidden_layers=1)
+    with torch.device("meta"):
+        names = Names(AutoModelForCausalLM.from_config(config))
+    assert names.is_ignored(kept)
+    assert names.is_predicting(kept)
+    assert not names.is_predicting(dropped)
 
 
 def test_metadata_of_torchao_may_have_the_names_of_the_model_where_the_file_has_others(tmp_path):
