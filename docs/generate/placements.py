@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from generate import methods
 from generate.plain_transformers import PLAIN, VERSIONS, PlainResult
 from hfq.cli import formats
 from hfq.formats import FORMATS
@@ -95,7 +96,9 @@ def as_markdown() -> str:
     plain = "\n".join(
         f"| {name} | {result.memory} | {result.disk} | {result.saved} |" for name, result in PLAIN.items()
     )
-    return f"{formats.as_markdown()}{head}{tables}\n{_PLAIN_HEAD}{plain}\n{_PLAIN_TAIL}"
+    return (
+        f"{formats.as_markdown()}{methods.as_markdown()}{head}{tables}\n{_PLAIN_HEAD}{plain}\n{_PLAIN_TAIL}"
+    )
 
 
 def _words(names) -> str:

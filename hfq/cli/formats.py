@@ -43,8 +43,8 @@ _UNSUPPORTED = """
 
 hfq recognizes these formats and raises an error that names them.
 
-| format | recognized by | fix |
-|---|---|---|
+| format | recognized by | reason | fix |
+|---|---|---|---|
 """
 _EXPERTS = """
 ## Experts and fused layers
@@ -89,7 +89,7 @@ def as_markdown() -> str:
     from hfq.formats.detection.unsupported import REFUSED
 
     rows = [_row(variant) for cls in FORMATS.values() for variant in cls.variants]
-    refused = [f"| {name} | {sign} | {fix} |" for name, (sign, fix) in REFUSED.items()]
+    refused = [f"| {name} | {' | '.join(refusal)} |" for name, refusal in REFUSED.items()]
     tables = (_HEAD + "\n".join(sorted(rows)), _UNSUPPORTED + "\n".join(refused))
     return "\n".join((*tables, _EXPERTS))
 

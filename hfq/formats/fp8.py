@@ -128,6 +128,9 @@ class Fp8(Fp8Shards, Fp8Order):
             ("fp8-quark-tensor", "fp8-quark-channel"),
             ("quark-fp8", "quark-ptpc-fp8"),
         ),
+        FormatVariant(
+            "MXFP8 with weight_scale_inv", "several", "weight, weight_scale_inv U8", ("fp8-mxfp8-blocks",)
+        ),
         FormatVariant("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
     )
     codes_dtype: str = "F8_E4M3"

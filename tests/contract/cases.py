@@ -170,6 +170,11 @@ CASES = [
         compressed_tensors("group", "mxfp8-quantized", group_size=32),
     ),
     Case(
+        "fp8-mxfp8-blocks",
+        Fp8(strategy="block", block_structure=(1, 32), scale_name="weight_scale_inv", scale_dtype="U8"),
+        {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]},
+    ),
+    Case(
         "fp8-autofp8-static",
         Fp8(strategy="tensor", scale_shape=(), input_scale_name="input_scale"),
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},

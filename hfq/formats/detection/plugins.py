@@ -30,6 +30,8 @@ METHODS = frozenset(
         "blockwise_int8",
         "gemma",
         "gguf",
+        "metal",
+        "mxfp8",
         "w8a8_int8",
         "hfq",
     }

@@ -77,6 +77,20 @@ SEEN = [
     ("HIGGS", {"quant_method": "higgs"}, {"weight": WORDS.short(), "scales": FLOATS, "tables": FLOATS}),
     ("SINQ", {"quant_method": "sinq"}, {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS}),
     ("QQQ", {"quant_method": "qqq"}, {"B": WORDS, "s_channel": FLOATS, "s_group": FLOATS}),
+    *(
+        (name, {"quant_method": method}, {"weight_words": WORDS})
+        for name, method in (
+            ("AQLM", "aqlm"),
+            ("VPTQ", "vptq"),
+            ("SpQR", "spqr"),
+            ("EXL2 / EXL3", "exl3"),
+            ("QuIP#", "quip"),
+            ("GPTQ Marlin", "marlin"),
+            ("bitblas", "bitblas"),
+        )
+    ),
+    ("ComfyUI", {}, {"weight": FLOATS.to(torch.float8_e4m3fn), "scale_weight": FLOATS[0, 0]}),
+    ("ComfyUI", FP8, {"weight": FLOATS.to(torch.float8_e4m3fn), "comfy_quant": BYTES[0]}),
     (OTHER_QUARK, quark("uint2", "per_group"), {"weight": BYTES, "weight_scale": FLOATS}),
     (OTHER_QUARK, quark("mx", "None"), {"weight": BYTES}),
     (OTHER_QUARK, quark("int8", "per_group"), {"weight": WORDS.char(), "weight_scale": FLOATS}),
@@ -112,7 +126,8 @@ def test_a_dialect_is_refused_by_its_name(variant, config, tensors, tmp_path):
     with pytest.raises(FormatError) as caught:
         detect_formats(tensors_by_module(checkpoint.tensors), config)
     assert f"Format {variant} is not supported. Nothing was loaded" in str(caught.value)
-    assert caught.value.fix == REFUSED[variant][1]
+    assert caught.value.fix == REFUSED[variant].fix
+    assert REFUSED[variant].reason in str(caught.value)
     assert caught.value.file
 
 
