@@ -16,10 +16,11 @@ from hfq.checkpoint.gguf.named_model import GgufModel, open_gguf
 from hfq.checkpoint.gguf.split_files import find_gguf, parts_of
 from hfq.checkpoint.header import Header, HeaderLimits, read_header
 from hfq.checkpoint.small_file import read_small_file
-from hfq.errors import CheckpointError, error_of_limit
+from hfq.errors import CheckpointError, FormatError, error_of_limit
 from hfq.tensor_spec import TensorInfo
 
 __all__ = [
+    "HUB_FILE",
     "HUB_ID",
     "JSON_LIMIT",
     "Checkpoint",
@@ -36,6 +37,9 @@ _DANGEROUS_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """The form `organization/model`."""
+
+HUB_FILE = re.compile(rf"({HUB_ID.pattern})/(.+)")
+"""The form `organization/model/file`."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,24 @@ class Checkpoint:
         """The bytes of all files."""
         return sum(header.nbytes for header in self.headers.values())
 
+    def check_safetensors(self, outcome: str) -> None:
+        """Raises an error for a GGUF file, for code that reads stored tensors by itself.
+
+        Args:
+            outcome: The outcome for the message, such as "Nothing was written".
+
+        Raises:
+            FormatError: The checkpoint is a GGUF file.
+        """
+        if self.gguf is not None:
+            raise FormatError(
+                f"This operation does not support GGUF files. {outcome}.",
+                file=next(iter(self.headers)),
+                expected="a checkpoint in safetensors",
+                found=f"a GGUF file of {self.gguf.architecture}",
+                fix="Use a checkpoint of this model in safetensors.",
+            )
+
     def side_file(self, name: str) -> dict | None:
         """Returns the JSON object of a side file (`quantize_config.json`, …), or None."""
         path = Path(self.root) / name
@@ -207,12 +229,18 @@ def split_gguf_path(
 ) -> tuple[str | os.PathLike, str | None]:
     """Returns the folder and the name of a GGUF file for the path of such a file.
 
-    Other paths are returned with the given name.
+    The file may be of a model on the Hub: `organization/model/file.gguf`. Other paths are returned with the
+    given name.
     """
     path = os.fspath(path)
-    if gguf_file is None and path.endswith(".gguf") and not os.path.isdir(path):
-        return os.path.dirname(path) or ".", os.path.basename(path)
-    return path, gguf_file
+    is_model = os.path.isdir(path) or (HUB_ID.fullmatch(path) is not None and not os.path.lexists(path))
+    if gguf_file is not None or not path.endswith(".gguf") or is_model:
+        return path, gguf_file
+    folder, name = os.path.split(path)
+    on_hub = HUB_FILE.fullmatch(path)
+    if on_hub is not None and not os.path.lexists(folder):
+        return on_hub[1], on_hub[2]
+    return folder or ".", name
 
 
 def _weights_files(root: Path, variant: str | None) -> tuple[Path | None, Path]:

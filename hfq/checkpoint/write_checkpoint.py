@@ -142,7 +142,9 @@ def check_target(source: Checkpoint, target: str | os.PathLike, marker: str | No
 
     Raises:
         CheckpointError: It is not empty, is inside the source, or its parent folder does not exist.
+        FormatError: The source is a GGUF file.
     """
+    source.check_safetensors("Nothing was written")
     target = Path(os.path.realpath(target))
     if target.is_relative_to(os.path.realpath(source.root)):
         raise CheckpointError(

@@ -103,7 +103,7 @@ def text_config(path: str | os.PathLike, trust_remote_code: bool = False) -> Any
     """Returns the config of a checkpoint's language model.
 
     Args:
-        path: Folder of the checkpoint.
+        path: Folder of the checkpoint, or path of a GGUF file.
         trust_remote_code: True to run Python code that the checkpoint contains.
 
     Raises:
@@ -112,11 +112,15 @@ def text_config(path: str | os.PathLike, trust_remote_code: bool = False) -> Any
     from transformers import AutoConfig
 
     from hfq.checkpoint import Checkpoint
+    from hfq.loading.gguf.metadata_config import build_config, needs_config
 
-    Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path)
+    if needs_config(checkpoint, None):
+        return build_config(checkpoint.root, checkpoint, {}).get_text_config()
     try:
         with refusing_custom_code(path):
-            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+            config = AutoConfig.from_pretrained(checkpoint.root, trust_remote_code=trust_remote_code)
+            return config.get_text_config()
     except SetupError:
         raise
     except Exception as error:  # configs with custom code raise any type

@@ -56,7 +56,8 @@ def tokenize(
     """
     tokenizer = load_tokenizer(path, trust_remote_code)
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-    if len(tokenizer) > vocabulary or (tokens.numel() and int(tokens.max()) >= vocabulary):
+    # transformers adds a token to the vocabulary of a GGUF file, which no text becomes
+    if tokenizer.vocab_size > vocabulary or (tokens.numel() and int(tokens.max()) >= vocabulary):
         raise SetupError(
             "The tokenizer does not belong to the model, because it has more tokens.",
             file=path,

@@ -19,7 +19,7 @@ from hfq.errors import CheckpointError
 from hfq.formats.configs.source_config import SIDE_FILES
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["least_nbytes", "staged_save", "whole_save"]
+__all__ = ["least_nbytes", "staged_save", "target_of", "whole_save"]
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 _HIDDEN = re.compile(r"\.save\.[a-z0-9_]{8}\.tmp")
@@ -157,10 +157,15 @@ def _remove_new(folder: Path, before: set[str] | None) -> None:
             folder.rmdir()  # fails if anything else is in it
 
 
+def target_of(folder: Path) -> Path:
+    """Returns the destination of a save that writes into this folder, which may be a hidden one."""
+    return folder.parent if _HIDDEN.fullmatch(folder.name) else folder
+
+
 def _failed(folder: Path, nbytes: int, found: str, left: str) -> CheckpointError:
     return CheckpointError(
         f"The model cannot be saved. {left}",
-        file=folder.parent if _HIDDEN.fullmatch(folder.name) else folder,
+        file=target_of(folder),
         expected=f"{nbytes:,} bytes of free space in a writable folder" if nbytes else "a writable folder",
         found=found,
         fix="Free disk space, or choose another folder.",

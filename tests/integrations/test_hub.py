@@ -8,6 +8,7 @@ import tempfile
 
 import huggingface_hub.constants
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -22,6 +23,8 @@ from hfq.integrations.hub.find import find_checkpoint, headers_cache, is_hub_id
 from hfq.tensor_spec import ByteRange
 from tests.support import tiny_models
 from tests.support.fake_hub import FakeHub, running
+from tests.support.gguf_models import write_random_llama
+from tests.support.models import logits
 
 TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}
 SHARED = {
@@ -65,7 +68,7 @@ def check_same(hub, name, folder, verb="plan", *options):
     local, _ = run(verb, folder, *options)
     named, told = run(verb, name, *options)
     if verb == "plan" and "model" in named and "path" in named["model"]:
-        assert named["model"].pop("commit") == hub.commit(name)
+        assert named["model"].pop("commit") == hub.commit("/".join(name.split("/")[:2]))
         assert named["model"].pop("fetched_nbytes") == hub.sent - before
         assert named["model"].pop("path") == name
         assert local["model"].pop("path") == str(folder)
@@ -196,7 +199,7 @@ def test_shards_that_lie_in_folders_of_their_own(hub, tmp_path):
     index["weight_map"]["more"] = "parts/absent.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.rmtree(headers_cache())
-    assert "names files that the model on the Hub does not have" in refused("tests/parts").message
+    assert "does not have all files of the checkpoint" in refused("tests/parts").message
     index["weight_map"]["more"] = "../outside.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "outside" in refused("tests/parts").message
@@ -296,3 +299,52 @@ def test_an_archive_gives_back_what_was_packed():
     assert headers_only.nbytes == 99
     with pytest.raises(ValueError, match="no archive"):
         HeadersOnlyCheckpoint.unpack(b"PK")
+
+
+@pytest.fixture
+def gguf_models(hub, tmp_path):
+    """Adds models with one GGUF file, with two, with a split, and without config.json to the Hub."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    write_random_llama(one, "Q4_K")
+    shutil.copytree(one, several)
+    shutil.copy(several / "model.gguf", several / "other.gguf")
+    shutil.copytree(one, tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").unlink()
+    (tmp_path / "bare" / "folder").mkdir()
+    (tmp_path / "bare" / "model.gguf").rename(tmp_path / "bare" / "folder" / "model.gguf")
+    hub.models |= {"gguf/one": one, "gguf/several": several, "gguf/bare": tmp_path / "bare"}
+    return hub
+
+
+@pytest.mark.parametrize("verb", ["plan", "inspect"])
+def test_a_gguf_file_is_planned_from_its_header(gguf_models, verb):
+    options = ("--cpu", "8GiB") if verb == "plan" else ()
+    folder = gguf_models.models["gguf/one"]
+    check_same(gguf_models, "gguf/one", folder, verb, *options)
+    check_same(gguf_models, "gguf/several/model.gguf", folder / "model.gguf", verb, *options)
+    assert gguf_models.sent < (folder / "model.gguf").stat().st_size
+    with find_checkpoint("gguf/bare/folder/model.gguf") as found:
+        opened = Checkpoint.open(found.folder)
+        assert (opened.config, len(opened.tensors)) == ({}, 21)
+
+
+def test_one_of_several_gguf_files_must_be_named(gguf_models):
+    error = refused("gguf/several")
+    assert "There are several GGUF models" in error.message
+    assert "gguf/several/model.gguf on the command line" in error.fix
+    assert "x.gguf" in refused("gguf/one/x.gguf").problems
+
+
+def test_a_gguf_file_of_the_hub_is_loaded_with_its_config(gguf_models):
+    folder, tokens = gguf_models.models["gguf/one"], torch.tensor([[1, 5, 9]])
+    config = HfqConfig()
+    expected = logits(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config), tokens)
+    commit = gguf_models.commit("gguf/several")
+    for name, options in (("gguf/several", {"gguf_file": "model.gguf"}), ("gguf/several/model.gguf", {})):
+        model = AutoModelForCausalLM.from_pretrained(
+            name, quantization_config=config, revision=commit, **options
+        )
+        assert torch.equal(logits(model, tokens), expected)
+        assert model.name_or_path == "gguf/several"
+    with pytest.raises(CheckpointError, match="hfq cannot fetch the model from the Hub"):
+        AutoModelForCausalLM.from_pretrained("gguf/several", gguf_file="x.gguf", quantization_config=config)

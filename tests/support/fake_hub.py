@@ -82,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._tree(found[1])
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(*found.groups())
+        if path.count("/") < 3:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         _, _, name, file = path.split("/", 3)
         return self._file(name.replace("--", "/"), file)
 
@@ -89,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answers the request that huggingface_hub sends before it downloads a whole file."""
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
         name, commit, file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path).groups()
+        if not (hub.models[name] / file).is_file():
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         data = (hub.models[name] / file).read_bytes()
         self.send_response(200)
         for header, value in {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}.items():

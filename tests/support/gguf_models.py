@@ -4,15 +4,18 @@ The layouts are written down from `conversion/` of llama.cpp, as functions from 
 on numbers of elements. So each weight is known in both orders without a table of hfq.
 """
 
+import functools
 import re
 
 import numpy as np
 import torch
 import transformers
 
-from tests.support.gguf_files import write_gguf
+from hfq.checkpoint.gguf.block_types import block_type
+from hfq.formats.codecs.ggml.blocks import decode_into
+from tests.support.gguf_files import random_blocks, write_gguf
 
-__all__ = ["MODELS", "make_model", "write_model"]
+__all__ = ["MODELS", "make_model", "write_model", "write_random_llama"]
 
 BASE = {
     "hidden_size": 64,
@@ -252,7 +255,13 @@ def _keys(model, architecture):
     )
     found = {
         "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
+        "attention.key_length": getattr(config, "head_dim", None),
+        "attention.value_length": getattr(config, "head_dim", None),
+        "rope.dimension_count": getattr(config, "head_dim", None),
+        "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
         "rope.freq_base": None if theta is None else float(theta),
@@ -267,9 +276,27 @@ def _keys(model, architecture):
             "ssm.group_count": config.linear_num_key_heads,
             "ssm.time_step_rank": config.linear_num_value_heads,
             "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "full_attention_interval": 2,
+            "rope.dimension_count": config.head_dim // 2,
+            "rope.dimension_sections": [3, 3, 2, 0],
         }
     keys = {f"{architecture}.{key}": value for key, value in found.items() if value is not None}
-    return {"general.architecture": architecture, "general.type": "model", **keys}
+    tokenizer = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [f"t{index}" for index in range(config.vocab_size)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    return {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": "tiny",
+        **keys,
+        **tokenizer,
+    }
 
 
 def write_model(folder, name, model, kinds=("Q8_0", "Q4_0"), extra=None, metadata=None):
@@ -318,3 +345,52 @@ def write_model(folder, name, model, kinds=("Q8_0", "Q4_0"), extra=None, metadat
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     return folder
+
+
+def write_random_llama(folder, kind, layers=2, **options):
+    """Writes a Llama whose weights are random blocks of a type, with config.json; returns the folder."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 64}
+    config = transformers.LlamaConfig(**{**BASE, **sizes, "num_hidden_layers": layers, **options})
+    shapes = {"token_embd": (64, 256), "output": (64, 256)}
+    for layer in range(layers):
+        shapes |= {
+            f"blk.{layer}.attn_q": (256, 256),
+            f"blk.{layer}.attn_k": (128, 256),
+            f"blk.{layer}.attn_v": (128, 256),
+            f"blk.{layer}.attn_output": (256, 256),
+            f"blk.{layer}.ffn_gate": (512, 256),
+            f"blk.{layer}.ffn_up": (512, 256),
+            f"blk.{layer}.ffn_down": (256, 512),
+        }
+    random, found = np.random.default_rng(0), block_type(kind)
+    tensors = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        count = shape[0] * shape[1] // found.size
+        raw = random_blocks(kind, count, seed, scale=_scale_of(kind))
+        tensors[f"{name}.weight"] = (kind, shape, raw.tobytes())
+    for name in (
+        "output_norm",
+        *(f"blk.{layer}.{local}_norm" for layer in range(layers) for local in ("attn", "ffn")),
+    ):
+        norm = (1 + 0.1 * random.standard_normal(256)).astype(np.float32)
+        tensors[f"{name}.weight"] = ("F32", (256,), norm.tobytes())
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": layers,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+    }
+    write_gguf(folder / "model.gguf", metadata, tensors)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.float32
+    config.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def _scale_of(kind):
+    """Returns the amplitude of scales with which random weights deviate by 0.06."""
+    found, blocks = block_type(kind), random_blocks(kind, 64, scale=1.0)
+    panel = torch.empty(64, found.size)
+    decode_into(panel, torch.from_numpy(blocks), kind, found.nbytes)
+    return 0.06 / float(panel.std())

@@ -1,7 +1,6 @@
 """Names and layouts of tensors in GGUF files and in transformers' models, by architecture.
 
-A name without a suffix stands for a module: its `.weight`, `.bias`, `.scale`, and `.input_scale`. `N` is the
-number of a layer. How to add an architecture: docs/contributing/add_a_gguf_architecture.md.
+A module has the tensors `.weight`, `.bias`, `.scale`, and `.input_scale`. `N` is the number of a layer. How to add an architecture: docs/contributing/add_a_gguf_architecture.md.
 
 Sources: `gguf-py/gguf/tensor_mapping.py` and `conversion/` of llama.cpp.
 """
@@ -45,13 +44,15 @@ class Architecture:
     """The tensors of one architecture.
 
     Attributes:
-        names: Name in the model, by name in the file.
-        layouts: Layouts of a tensor that the file stores differently, by name in the file.
+        modules: Module in the model, by name in the file.
+        tensors: Tensor in the model, by name in the file, of tensors with other names than those of a module.
+        layouts: Layouts of a module or tensor that the file stores differently, by name in the file.
         other_keys: Keys of the metadata that mean something else than config.json, and are not compared.
         builds_config: True if transformers' config of the metadata is tested, for files without config.json.
     """
 
-    names: Mapping[str, str]
+    modules: Mapping[str, str]
+    tensors: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     other_keys: frozenset[str] = frozenset()
     builds_config: bool = False
@@ -90,8 +91,8 @@ _SHARED_EXPERTS = {
     "blk.N.ffn_gate_shexp": "model.layers.N.mlp.shared_experts.gate_proj",
     "blk.N.ffn_up_shexp": "model.layers.N.mlp.shared_experts.up_proj",
     "blk.N.ffn_down_shexp": "model.layers.N.mlp.shared_experts.down_proj",
-    "blk.N.exp_probs_b.bias": "model.layers.N.mlp.gate.e_score_correction_bias",
 }
+_CORRECTION = {"blk.N.exp_probs_b.bias": "model.layers.N.mlp.gate.e_score_correction_bias"}
 _LLAMA = _OUTER | _ATTENTION | _SECOND_NORM | _DENSE
 _QWEN2_MOE = _OUTER | _ATTENTION | _SECOND_NORM | _EXPERTS
 _GEMMA2_NORMS = {
@@ -113,7 +114,7 @@ _GEMMA_LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(_GEMMA_NORMS, ("pl
 ARCHITECTURES = {
     "llama": Architecture(
         _LLAMA | _EXPERTS,
-        {"blk.N.attn_q": ("query heads",), "blk.N.attn_k": ("key heads",)},
+        layouts={"blk.N.attn_q": ("query heads",), "blk.N.attn_k": ("key heads",)},
         builds_config=True,
     ),
     "qwen2": Architecture(_LLAMA, builds_config=True),
@@ -126,7 +127,7 @@ ARCHITECTURES = {
             "blk.N.ffn_up_shexp": "model.layers.N.mlp.shared_expert.up_proj",
             "blk.N.ffn_down_shexp": "model.layers.N.mlp.shared_expert.down_proj",
         },
-        {"blk.N.ffn_gate_inp_shexp": ("matrix of one row",)},
+        layouts={"blk.N.ffn_gate_inp_shexp": ("matrix of one row",)},
     ),
     "qwen3moe": Architecture(_QWEN2_MOE | _HEAD_NORMS | _DENSE),
     "qwen35": Architecture(
@@ -143,6 +144,8 @@ ARCHITECTURES = {
             "blk.N.ssm_conv1d": "model.layers.N.linear_attn.conv1d",
             "blk.N.ssm_norm": "model.layers.N.linear_attn.norm",
             "blk.N.ssm_out": "model.layers.N.linear_attn.out_proj",
+        },
+        {
             "blk.N.ssm_a": "model.layers.N.linear_attn.A_log",
             "blk.N.ssm_dt.bias": "model.layers.N.linear_attn.dt_bias",
         },
@@ -163,9 +166,9 @@ ARCHITECTURES = {
         },
         builds_config=True,
     ),
-    "gemma": Architecture(_LLAMA, _GEMMA_LAYOUTS),
-    "gemma2": Architecture(_LLAMA | _GEMMA2_NORMS, _GEMMA_LAYOUTS, builds_config=True),
-    "gemma3": Architecture(_LLAMA | _GEMMA2_NORMS | _HEAD_NORMS, _GEMMA_LAYOUTS, builds_config=True),
+    "gemma": Architecture(_LLAMA, layouts=_GEMMA_LAYOUTS),
+    "gemma2": Architecture(_LLAMA | _GEMMA2_NORMS, layouts=_GEMMA_LAYOUTS, builds_config=True),
+    "gemma3": Architecture(_LLAMA | _GEMMA2_NORMS | _HEAD_NORMS, layouts=_GEMMA_LAYOUTS, builds_config=True),
     "phi3": Architecture(
         _OUTER
         | _SECOND_NORM
@@ -183,10 +186,10 @@ ARCHITECTURES = {
         | _ATTENTION
         | _EXPERTS
         | {
-            "blk.N.attn_sinks.weight": "model.layers.N.self_attn.sinks",
             "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
             "blk.N.ffn_gate_inp": "model.layers.N.mlp.router",
         },
+        {"blk.N.attn_sinks.weight": "model.layers.N.self_attn.sinks"},
     ),
     "glm4moe": Architecture(
         _OUTER
@@ -196,6 +199,7 @@ ARCHITECTURES = {
         | _EXPERTS
         | _SHARED_EXPERTS
         | {"blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm"},
+        _CORRECTION,
     ),
     "deepseek2": Architecture(
         _LLAMA
@@ -208,6 +212,9 @@ ARCHITECTURES = {
             "blk.N.attn_kv_a_mqa": "model.layers.N.self_attn.kv_a_proj_with_mqa",
             "blk.N.attn_kv_a_norm": "model.layers.N.self_attn.kv_a_layernorm",
             "blk.N.attn_kv_b": "model.layers.N.self_attn.kv_b_proj",
+        },
+        _CORRECTION
+        | {
             "blk.N.attn_k_b.weight": "model.layers.N.self_attn.kv_b_proj.k_b",
             "blk.N.attn_v_b.weight": "model.layers.N.self_attn.kv_b_proj.v_b",
         },
@@ -226,7 +233,7 @@ ARCHITECTURES = {
             "blk.N.ffn_up": "transformer.h.N.mlp.c_fc",
             "blk.N.ffn_down": "transformer.h.N.mlp.c_proj",
         },
-        {
+        layouts={
             f"blk.N.{name}.weight": ("transposed layer",)
             for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
         },

@@ -29,7 +29,7 @@ from hfq.tensor_spec import Blocks, ByteRange, TensorInfo
 __all__ = ["GgufArray", "GgufHeader", "Value", "parse_gguf", "read_gguf_header"]
 
 _MAGIC = b"GGUF"
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 _MOST_KEYS = 1 << 16
 _KEY_LENGTH = (1 << 16) - 1
 _NAME_LENGTH = 63  # GGML_MAX_NAME, less the byte that ends it
@@ -213,7 +213,8 @@ class _Cursor:
             raise self.damaged("it ends inside its header", f"at least {end} bytes", f"{self.size} bytes")
         if end > self._limit:
             raise self.damaged("its header is too large", f"at most {self._limit} bytes", "more")
-        wanted = min(max(end - len(self._data), _CHUNK), self.size - len(self._data))
+        missing, read = end - len(self._data), len(self._data)
+        wanted = min(max(missing, _CHUNK, read), self.size - read)  # twice as many bytes as before
         while wanted:
             part = self._stream.read(wanted)
             if not part:

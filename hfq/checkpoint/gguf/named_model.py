@@ -19,7 +19,7 @@ from hfq.tensor_spec import TensorInfo
 __all__ = ["GgufModel", "name_tensors", "open_gguf"]
 
 _SUFFIX = re.compile(r"(.+)\.(weight|bias|scale|input_scale)")
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER = re.compile(r"blk\.(0|[1-9]\d*)\.")
 _EXPERTS = re.compile(r"_exps\.weight$")
 _WITH_ROWS = ("weight", "bias")
 
@@ -136,10 +136,10 @@ def _named(info: TensorInfo, architecture: Architecture, header: GgufHeader) -> 
     layer = _LAYER.match(info.name)
     general = f"blk.N.{info.name[layer.end() :]}" if layer else info.name
     number, suffix = layer[1] if layer else "", _SUFFIX.fullmatch(general)
-    target = architecture.names.get(general)
+    target = architecture.tensors.get(general)
     layouts = architecture.layouts.get(general, ())
-    if target is None and suffix is not None and suffix[1] in architecture.names:
-        target = f"{architecture.names[suffix[1]]}.{suffix[2]}"
+    if target is None and suffix is not None and suffix[1] in architecture.modules:
+        target = f"{architecture.modules[suffix[1]]}.{suffix[2]}"
         if suffix[2] in _WITH_ROWS:
             layouts = layouts or architecture.layouts.get(suffix[1], ())
     if target is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
 
 from hfq.checkpoint.gguf.header import GgufHeader
 from hfq.errors import CheckpointError
 
-__all__ = ["check_parts", "find_gguf", "parts_of"]
+__all__ = ["check_parts", "choose_gguf", "find_gguf", "parts_of"]
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _OTHER_FILES = ("mmproj-", "mtp-")
@@ -24,26 +24,37 @@ def find_gguf(folder: Path) -> Path | None:
     Raises:
         CheckpointError: The folder holds several models.
     """
-    names = sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if entry.suffix == ".gguf" and not entry.name.startswith(_OTHER_FILES)
-    )
+    name = choose_gguf((entry.name for entry in folder.iterdir()), str(folder))
+    return None if name is None else folder / name
+
+
+def choose_gguf(names: Iterable[str], where: str) -> str | None:
+    """Returns the GGUF file of a model among names of files, or the first part of the split.
+
+    Returns None if there is no GGUF file.
+
+    Args:
+        names: The names.
+        where: The folder or Hub id of the files.
+
+    Raises:
+        CheckpointError: The files are several models.
+    """
     models: dict[str, str] = {}
-    for name in names:
-        part = _PART.fullmatch(name)
-        models.setdefault(part["stem"] if part else name, name)
+    for name in sorted(names):
+        if name.endswith(".gguf") and not PurePosixPath(name).name.startswith(_OTHER_FILES):
+            part = _PART.fullmatch(name)
+            models.setdefault(part["stem"] if part else name, name)
     if len(models) > 1:
         first = next(iter(models.values()))
         raise CheckpointError(
-            "The folder holds several GGUF models. Nothing was loaded.",
-            file=folder,
+            "There are several GGUF models. Nothing was loaded.",
+            file=where,
             expected="one GGUF file, or the parts of one split",
             found=", ".join([*models.values()][:12]),
-            fix=f"Name one of them: from_pretrained(…, gguf_file={first!r}), or {folder / first} on the "
-            "command line.",
+            fix=f"Name one of them: pass gguf_file={first!r}, or {where}/{first} on the command line.",
         )
-    return folder / next(iter(models.values())) if models else None
+    return next(iter(models.values()), None)
 
 
 def parts_of(file: Path) -> list[Path]:

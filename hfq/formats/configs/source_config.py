@@ -148,14 +148,7 @@ def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
         FormatError: The config names a quantization, or a tensor holds codes.
     """
     config = source_config(checkpoint)
-    if checkpoint.gguf is not None:
-        raise FormatError(
-            f"The source is a GGUF file. {outcome}.",
-            file=next(iter(checkpoint.headers)),
-            expected="an unquantized checkpoint in safetensors",
-            found=f"a GGUF file of {checkpoint.gguf.architecture}",
-            fix="Quantize the original float checkpoint instead.",
-        )
+    checkpoint.check_safetensors(outcome)
     if config is not None:
         raise FormatError(
             f"The source is already quantized. {outcome}.",

@@ -24,16 +24,17 @@ _LARGEST_TEXT = 64 << 20
 
 
 @contextlib.contextmanager
-def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
+def described_folder(path: Any, variant: str | None = None, gguf_file: str | None = None) -> Iterator[Any]:
     """A context manager that yields the folder to load from.
 
     This is `path`, or a headers-only checkpoint on a rank where `path` is missing or empty. Its config and
-    code are copies. Its safetensors files have the headers and sizes of the real files, but no values. They
+    code are copies. Its weight files have the headers and sizes of the real files, but no values. They
     occupy almost no disk space, and their values are never read. All ranks must call it.
 
     Args:
         path: The checkpoint passed to `from_pretrained`.
         variant: The `variant` passed to `from_pretrained`.
+        gguf_file: The name of a GGUF file of the checkpoint; None without one.
 
     Yields:
         The folder to load from.
@@ -47,7 +48,7 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
     if all(has) or not has[0]:
         yield path
         return
-    described, error = attempt(_describe, Path(path), variant) if rank == 0 else (None, None)
+    described, error = attempt(_describe, Path(path), variant, gguf_file) if rank == 0 else (None, None)
     raise_together(error)
     box: list[Any] = [described]
     dist.broadcast_object_list(box, src=0)
@@ -62,18 +63,19 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
         for name, text in box[0]["texts"].items():
             Path(folder, name).write_bytes(text)
         for name, (header, size) in box[0]["files"].items():
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             with open(Path(folder, name), "wb") as stream:
                 stream.write(header)
                 stream.truncate(size)
         yield folder
 
 
-def _describe(folder: Path, variant: str | None) -> dict[str, Any]:
+def _describe(folder: Path, variant: str | None, gguf_file: str | None) -> dict[str, Any]:
     """Returns the JSON and Python files, and the header and size of each weight file."""
     files = {}
-    for file, header in Checkpoint.open(folder, variant=variant).headers.items():
+    for file, header in Checkpoint.open(folder, variant=variant, gguf_file=gguf_file).headers.items():
         with open(file, "rb") as stream:
-            files[os.path.basename(file)] = stream.read(header.data_start), header.nbytes
+            files[os.path.relpath(file, folder)] = stream.read(header.data_start), header.nbytes
     entries = sorted((*folder.glob("*.json"), *folder.glob("*.py")))
     texts = {entry.name: entry.read_bytes() for entry in entries if entry.stat().st_size <= _LARGEST_TEXT}
     return {"texts": texts, "files": files}

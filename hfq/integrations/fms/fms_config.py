@@ -73,6 +73,7 @@ def read_source(path: str | os.PathLike, config: PreTrainedConfig | None = None)
             found=repr(os.fspath(path)),
             fix="Run hf download NAME, and pass the folder that it prints.",
         )
+    checkpoint.check_safetensors("Nothing was loaded")
     check_sizes(checkpoint)
     with refusing_custom_code(path):
         plain = _without_quantization(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from hfq.checkpoint.gguf.split_files import parts_of
+from hfq.checkpoint.index import split_gguf_path
 from hfq.integrations.hub.hub_errors import explain
 
 __all__ = ["download_checkpoint"]
@@ -13,21 +17,27 @@ _IGNORED = ["consolidated*", "original/*"]
 """Copies of the weights in the layout of the model's author, which transformers does not read."""
 
 
-def download_checkpoint(repo: str, revision: str | None = None) -> str:
-    """Downloads the missing files of a model into the Hub's cache, and returns its folder.
+def download_checkpoint(model: str, revision: str | None = None) -> str:
+    """Downloads the missing files of a model into the Hub's cache.
 
     Args:
-        repo: Id of the model, `organization/model`.
+        model: Id of the model, `organization/model`, or a GGUF file of it, `organization/model/file.gguf`.
         revision: Branch, tag, or commit; None for the default branch.
+
+    Returns:
+        The folder, or the path of the GGUF file.
 
     Raises:
         CheckpointError: The Hub has no such model or revision, denies access, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
+    found, gguf_file = split_gguf_path(model)
+    repo, patterns = str(found), _FILES
+    if gguf_file is not None:
+        patterns = [*_FILES[1:], *(part.as_posix() for part in parts_of(Path(gguf_file)))]
     try:
-        return str(
-            snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
-        )
+        folder = snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
     except Exception as error:  # the Hub, its HTTP client, and the disk raise many kinds
         raise explain(error, repo, revision) from error
+    return str(folder) if gguf_file is None else str(Path(folder, gguf_file))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hfq.checkpoint.gguf.header import parse_gguf
+from hfq.checkpoint.gguf.split_files import choose_gguf, parts_of
 from hfq.checkpoint.header import parse_header, read_raw
 from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
 from hfq.checkpoint.index import JSON_LIMIT, parse_json, weight_map_of
@@ -74,13 +76,23 @@ class RemoteModel:
                 fix=f"Check HF_ENDPOINT, or download the model: hf download {repo}",
             )
 
-    def fetch(self) -> HeadersOnlyCheckpoint:
+    def fetch(self, gguf_file: str | None = None) -> HeadersOnlyCheckpoint:
         """Fetches and validates the JSON files and the headers.
 
+        Args:
+            gguf_file: The name of a GGUF file; None for safetensors, or for the only GGUF model.
+
         Raises:
-            CheckpointError: The model is not in safetensors format, a header is damaged, or the Hub sent a
-                wrong response.
+            CheckpointError: The model is neither in safetensors nor in GGUF format, a header is damaged, or
+                the Hub sent a wrong response.
         """
+        if gguf_file is None and not {SINGLE, INDEX} & self.sizes.keys():
+            gguf_file = choose_gguf(self.sizes, self.repo)
+        if gguf_file is not None:
+            names = self._present([part.as_posix() for part in parts_of(Path(gguf_file))], gguf_file)
+            texts = {name: self._text(name) for name in _TEXTS if name in self.sizes and name != INDEX}
+            heads = zip(names, _in_threads(self._gguf_head, names), strict=True)
+            return HeadersOnlyCheckpoint(texts, {Path(name).name: head for name, head in heads})
         self._check_files()
         texts = {name: self._text(name) for name in _TEXTS if name in self.sizes}
         shards = [SINGLE] if SINGLE in self.sizes else self._shards(texts[INDEX])
@@ -89,23 +101,26 @@ class RemoteModel:
     def _check_files(self) -> None:
         if "config.json" not in self.sizes or not {SINGLE, INDEX} & self.sizes.keys():
             raise CheckpointError(
-                "The model on the Hub is not a safetensors checkpoint.",
+                "The model on the Hub is neither a safetensors checkpoint nor a GGUF file.",
                 file=self.repo,
-                expected=f"config.json, and {SINGLE} or {INDEX}",
+                expected=f"config.json, and {SINGLE} or {INDEX}; or a GGUF file",
                 found=", ".join(sorted(self.sizes)[:12]) or "no files",
                 fix="Plan another revision or a converted copy. hfq never opens a pickle.",
             )
 
     def _shards(self, index: bytes) -> list[str]:
         file = Path(self.repo, INDEX)
-        names = sorted(set(weight_map_of(parse_json(index, file), file).values()))
+        return self._present(sorted(set(weight_map_of(parse_json(index, file), file).values())), INDEX)
+
+    def _present(self, names: list[str], source: str) -> list[str]:
+        """Returns the names of files that all exist, or raises an error that names the others."""
         absent = [name for name in names if name not in self.sizes]
         if absent:
             raise CheckpointError(
-                "The index names files that the model on the Hub does not have.",
-                file=file,
+                "The model on the Hub does not have all files of the checkpoint.",
+                file=Path(self.repo, source),
                 problems=absent,
-                fix="Plan another revision, or ask the model's author to upload the files.",
+                fix="Check the name, plan another revision, or ask the model's author to upload the files.",
             )
         return names
 
@@ -126,6 +141,13 @@ class RemoteModel:
         raw = read_raw(_RemoteFile(self, name, size), label, size)
         parse_header(raw, label, (0, size, 0))
         return len(raw).to_bytes(8, "little") + raw, size
+
+    def _gguf_head(self, name: str) -> tuple[bytes, int]:
+        """Returns the first bytes of a GGUF file, and its size."""
+        size = self.sizes[name]
+        kept = _KeptBytes(_RemoteFile(self, name, size))
+        header = parse_gguf(kept, f"{self.repo}/{name}", (0, size, 0))
+        return bytes(kept.data[: header.data_start]), size
 
     def take(self, name: str, nbytes: int) -> None:
         """Counts bytes before they are fetched.
@@ -148,6 +170,20 @@ class RemoteModel:
             found=found,
             fix=f"Try again, or download the model: hf download {self.repo} --revision {self.commit}",
         )
+
+
+@dataclass
+class _KeptBytes:
+    """Stream that keeps the bytes that were read from a file."""
+
+    file: _RemoteFile
+    data: bytearray = field(default_factory=bytearray)
+
+    def read(self, nbytes: int, /) -> bytes:
+        """Returns the next bytes."""
+        part = self.file.read(nbytes)
+        self.data += part
+        return part
 
 
 @dataclass

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfq.checkpoint.gguf.split_files import parts_of
 from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
-from hfq.checkpoint.index import HUB_ID, JSON_LIMIT
+from hfq.checkpoint.index import HUB_ID, JSON_LIMIT, split_gguf_path
 from hfq.checkpoint.private_folder import NotPrivateError, check_own, private_folder, user_cache
 from hfq.checkpoint.small_file import open_regular, read_small_file
 from hfq.checkpoint.write_checkpoint import INDEX
@@ -64,8 +65,12 @@ class FoundCheckpoint:
 
 
 def is_hub_id(path: str) -> bool:
-    """Returns True for the form `organization/model` if no local file or folder has this path."""
-    return not os.path.lexists(path) and HUB_ID.fullmatch(path) is not None
+    """Returns True for a model on the Hub, or a GGUF file of it, if no local file has this path.
+
+    The forms are `organization/model` and `organization/model/file.gguf`.
+    """
+    repo, _ = split_gguf_path(path)
+    return not os.path.lexists(path) and HUB_ID.fullmatch(os.fspath(repo)) is not None
 
 
 @contextlib.contextmanager
@@ -73,7 +78,8 @@ def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Ite
     """Yields the folder of a checkpoint.
 
     Args:
-        path: A folder, or the id of a model on the Hub: `organization/model`.
+        path: A folder, the path of a GGUF file, or the id of a model on the Hub: `organization/model`, or
+            `organization/model/file.gguf`.
         revision: Branch, tag, or commit of a model on the Hub; None for the default branch.
 
     Raises:
@@ -81,14 +87,16 @@ def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Ite
             damaged.
     """
     text = os.fspath(path)
-    cached = _snapshot(text, revision) if is_hub_id(text) else text
+    repo, named = split_gguf_path(text)
+    cached = _snapshot(str(repo), revision, named) if is_hub_id(text) else text
     if cached is not None:
         yield FoundCheckpoint(cached, cached)
         return
-    headers_only, commit, fetched = _headers(text, revision)
+    headers_only, commit, fetched = _headers(str(repo), revision, named)
     with tempfile.TemporaryDirectory(prefix="hfq-") as folder:
         headers_only.write(folder)
-        yield FoundCheckpoint(folder, text, commit, fetched, headers_only.nbytes)
+        opened = folder if named is None else os.path.join(folder, os.path.basename(named))
+        yield FoundCheckpoint(opened, text, commit, fetched, headers_only.nbytes)
 
 
 def headers_cache() -> Path:
@@ -96,10 +104,14 @@ def headers_cache() -> Path:
     return user_cache() / "headers"
 
 
-def _snapshot(repo: str, revision: str | None) -> str | None:
-    """Returns the folder of a model in the Hub's cache, or None if weights are missing."""
+def _snapshot(repo: str, revision: str | None, gguf_file: str | None) -> str | None:
+    """Returns the folder or GGUF file of a model in the Hub's cache; None without weights."""
     from huggingface_hub import try_to_load_from_cache
 
+    if gguf_file is not None:
+        parts = [part.as_posix() for part in parts_of(Path(gguf_file))]
+        found = [try_to_load_from_cache(repo, part, revision=revision) for part in parts]
+        return found[0] if all(isinstance(file, str) for file in found) else None
     try:
         config = try_to_load_from_cache(repo, "config.json", revision=revision)
     except ValueError:  # not a Hub id; a request to the Hub reports this
@@ -120,18 +132,21 @@ def _is_whole(folder: Path) -> bool:
         return True  # the error appears when it is opened
 
 
-def _headers(repo: str, revision: str | None) -> tuple[HeadersOnlyCheckpoint, str, int]:
+def _headers(
+    repo: str, revision: str | None, gguf_file: str | None
+) -> tuple[HeadersOnlyCheckpoint, str, int]:
     """Returns the headers of a model, their commit, and the number of bytes fetched."""
+    name = repo if gguf_file is None else f"{repo}/{gguf_file}"
     is_commit = revision is not None and _COMMIT.fullmatch(revision)
-    kept = _kept(repo, str(revision)) if is_commit else None
+    kept = _kept(name, str(revision)) if is_commit else None
     if kept is not None:
         return kept, str(revision), 0
     model = RemoteModel(repo, revision)
-    kept = _kept(repo, model.commit)
+    kept = _kept(name, model.commit)
     if kept is not None:
         return kept, model.commit, 0
-    headers_only = model.fetch()
-    _keep(headers_only, repo, model.commit)
+    headers_only = model.fetch(gguf_file)
+    _keep(headers_only, name, model.commit)
     return headers_only, model.commit, model.fetched_nbytes
 
 

@@ -29,13 +29,16 @@ def download_gguf(repo: str, gguf_file: str, kwargs: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: The Hub has no such file, denies access, or cannot be reached.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     names = [part.as_posix() for part in parts_of(Path(gguf_file))]
     name = names[0]
     try:
+        if not (constants.HF_HUB_OFFLINE or options.get("local_files_only")):  # all files are of one commit
+            info = HfApi(token=options.get("token")).model_info(repo, revision=options.get("revision"))
+            options["revision"] = str(info.sha)
         with contextlib.suppress(EntryNotFoundError):  # some files have no config next to them
             hf_hub_download(repo, "config.json", **options)
         files = []

@@ -324,16 +324,17 @@ def _guard(owner: type) -> None:
         chosen = _as_hfq(asked)
         if load_context().is_active or chosen is None:
             return load(pretrained_model_name_or_path)
+        path, gguf_file = take_gguf_file(pretrained_model_name_or_path, kwargs)
         if kwargs.get("trust_remote_code") is None:
             kwargs["trust_remote_code"] = False
         if kwargs.get("device_map") == "disk":
             kwargs["device_map"] = {"": "disk"}  # transformers accepts the word only in a dict
         if chosen.reader_ranks == "rank0" and is_zero3():
             with (
-                described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path,
+                described_folder(path, kwargs.get("variant"), gguf_file) as folder,
                 failing_together(start_distributed),
             ):
-                return _guarded(load, path, kwargs, chosen)
+                return _guarded(load, folder, kwargs, chosen, gguf_file)
         if is_zero3():
             together: contextlib.AbstractContextManager = failing_together(start_distributed)
         else:
@@ -341,7 +342,7 @@ def _guard(owner: type) -> None:
                 failing_together(joining(kwargs)) if asks_for_ranks(kwargs) else contextlib.nullcontext()
             )
         with together:
-            return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
+            return _guarded(load, path, kwargs, chosen, gguf_file)
 
     from_pretrained._hfq_guards = True  # type: ignore[attr-defined]
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
@@ -367,7 +368,13 @@ def _hiding_counts() -> Iterator[None]:
 
 
 @pausing_collection()
-def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
+def _guarded(
+    load: Callable[[Any], Any],
+    path: Any,
+    kwargs: dict[str, Any],
+    chosen: HfqConfig,
+    gguf_file: str | None,
+) -> Any:
     """Runs one load with hfq: checks first, no other load at the same time, one kind of error."""
     from transformers import GenerationConfig  # transformers imports this file during its own import
 
@@ -375,7 +382,6 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     check_distributed(kwargs, chosen.cpu_memory)
     if chosen.recipe is not None:
         check_quantize_on_load(chosen, asks_for_ranks(kwargs))
-    path, gguf_file = take_gguf_file(path, kwargs)
     checkpoint = open_local(path, kwargs, gguf_file)
     if checkpoint is None and gguf_file is not None:
         checkpoint = Checkpoint.open(download_gguf(path, gguf_file, kwargs), gguf_file=gguf_file)

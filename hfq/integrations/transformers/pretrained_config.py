@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfq.loading.argument_checks import open_local
+from hfq.loading.argument_checks import open_local, take_gguf_file
 from hfq.loading.config import HfqConfig
 from hfq.loading.custom_code import refusing_custom_code
+from hfq.loading.gguf.metadata_config import build_config, needs_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,10 +32,14 @@ def pretrained_config(
     """
     from transformers import AutoConfig
 
-    open_local(model, kwargs)
+    path, gguf_file = take_gguf_file(model, kwargs)
+    checkpoint = open_local(path, kwargs, gguf_file)
     kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
-    with refusing_custom_code(model):
-        taken = AutoConfig.from_pretrained(model, **kwargs)
+    with refusing_custom_code(path):
+        if checkpoint is not None and needs_config(checkpoint, None):
+            taken = build_config(path, checkpoint, kwargs)
+        else:
+            taken = AutoConfig.from_pretrained(path, **kwargs)
     source = getattr(taken, "quantization_config", None)
     taken.quantization_config = (config or HfqConfig())._with_source(source)._options()
     return taken

@@ -15,7 +15,7 @@ from hfq.errors import CheckpointError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.gguf.block_rows import positions
 from hfq.loading.saving import declared_like
-from hfq.loading.whole_save import whole_save
+from hfq.loading.whole_save import target_of, whole_save
 from hfq.modules.flat_buffer import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 
@@ -54,7 +54,7 @@ def gguf_saved(
     nbytes = 0 if is_adapter else sum(map(os.path.getsize, files))
     with whole_save(folder, nbytes), declared_like(model, checkpoint):
         if not is_adapter:
-            _check_free(folder, {target.name for target in files.values()})
+            _check_free(target_of(folder), {target.name for target in files.values()})
             folder.mkdir(parents=True, exist_ok=True)
             changed = dict(_changed(loading, state))
             for file, target in files.items():
@@ -111,10 +111,11 @@ def _changed(
     loading: LoadState, state: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
     """Yields each stored tensor whose values the model has changed, with the values to store."""
-    model = loading.checkpoint.gguf
-    for info in loading.match.unquantized.values():
+    model, match = loading.checkpoint.gguf, loading.match
+    biases = (found.infos["bias"] for found in match.quantized.values() if "bias" in found.infos)
+    for info in (*match.unquantized.values(), *biases):
         value = state.get(info.name)
-        if value is None or model is None or value.is_meta:
+        if value is None or model is None or value.is_meta or info.part_of is not None:
             continue
         value = value.detach().cpu()
         # a mapped value is the model's own

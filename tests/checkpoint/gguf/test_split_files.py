@@ -35,7 +35,9 @@ def test_a_folder_is_one_model_if_its_files_are(tmp_path, names, found):
 def test_a_folder_of_several_models_is_refused(tmp_path):
     for name in ("x-Q4_0.gguf", "x-Q8_0-00001-of-00002.gguf", "x-Q8_0-00002-of-00002.gguf"):
         (tmp_path / name).touch()
-    with refused("several GGUF models", "x-Q4_0.gguf, x-Q8_0-00001-of-00002.gguf", "gguf_file='x-Q4_0.gguf'"):
+    with refused(
+        "There are several GGUF models", "x-Q4_0.gguf, x-Q8_0-00001-of-00002.gguf", "gguf_file='x-Q4_0.gguf'"
+    ):
         find_gguf(tmp_path)
 
 

@@ -1,0 +1,208 @@
+"""config.json and the metadata: contradictions are errors before a weight is read."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hfq import CheckpointError, FormatError, SetupError
+from hfq.checkpoint import Reader
+from tests.loading.gguf.test_saved_files import split
+from tests.loading.gguf.test_stored_floats import TOKENS, load
+from tests.support.checkpoint_files import refused
+from tests.support.gguf_models import make_model, write_model
+from tests.support.models import logits
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_read(request, monkeypatch):
+    """Fails a test of an error if a weight was read before it."""
+    if "refused" in request.node.name or "named" in request.node.name:
+
+        def read_vectored(self, source, targets):
+            raise AssertionError(f"{source} was read")
+
+        monkeypatch.setattr(Reader, "read_vectored", read_vectored)
+
+
+def factors(config):
+    """Returns the tensor `rope_freqs.weight` as the converter of llama.cpp computes it."""
+    size = config.head_dim
+    found = []
+    for frequency in 1.0 / LLAMA3["rope_theta"] ** (np.arange(0, size, 2, dtype=np.float32) / size):
+        wavelength, old = 2 * np.pi / frequency, LLAMA3["original_max_position_embeddings"]
+        if wavelength < old / LLAMA3["high_freq_factor"]:
+            found.append(1)
+        elif wavelength > old / LLAMA3["low_freq_factor"]:
+            found.append(LLAMA3["factor"])
+        else:
+            smooth = (old / wavelength - 1) / (LLAMA3["high_freq_factor"] - 1)
+            found.append(1 / ((1 - smooth) / LLAMA3["factor"] + smooth))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.head_count", 8, "num_attention_heads of the config is 4"),
+        ("attention.head_count_kv", 4, "num_key_value_heads of the config is 2"),
+        ("attention.layer_norm_rms_epsilon", 1e-5, "rms_norm_eps of the config is 1e-06"),
+        ("rope.freq_base", 500000.0, "rope_theta of the config is 10000.0"),
+        ("rope.scaling.type", "yarn", "rope_type of the config is default"),
+        ("rope.scaling.type", "linear", "rope_type of the config is default"),
+    ],
+)
+def test_metadata_that_contradict_the_config_are_refused(tmp_path, key, value, words):
+    folder = write_model(tmp_path, "llama", make_model("llama"), metadata={f"llama.{key}": value})
+    with refused("The config contradicts the GGUF file", f"llama.{key} is", words, kind=FormatError):
+        load(folder)
+
+
+def test_another_factor_is_refused(tmp_path):
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    model = make_model("llama", rope_parameters=rope)
+    keys = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    folder = write_model(tmp_path, "llama", model, metadata=keys)
+    with refused("llama.rope.scaling.factor is 2.0, and factor of the config is 4.0", kind=FormatError):
+        load(folder)
+
+
+def test_metadata_that_repeat_the_config_are_no_error(tmp_path):
+    keys = {
+        "gemma2.attn_logit_softcapping": 50.0,
+        "gemma2.final_logit_softcapping": 30.0,
+        "gemma2.rope.scaling.type": "none",
+    }
+    load(write_model(tmp_path, "gemma2", make_model("gemma2"), metadata=keys))
+
+
+def test_frequencies_that_repeat_the_config_are_no_error(tmp_path):
+    model = make_model("llama", rope_parameters=dict(LLAMA3))
+    stored = factors(model.config)
+    extra = {"rope_freqs.weight": ("F32", stored.shape, stored.tobytes())}
+    folder = write_model(tmp_path, "llama", model, extra=extra)
+    expected = logits(model, TOKENS)
+    assert (logits(load(folder), TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("case", ["without scaling", "other factors", "other size"])
+def test_other_frequencies_are_an_error(tmp_path, case):
+    model = make_model("llama", rope_parameters=dict(LLAMA3))
+    stored = factors(model.config) * (1.001 if case == "other factors" else 1)
+    stored = stored[:8].copy() if case == "other size" else stored.astype(np.float32)
+    if case == "without scaling":
+        model = make_model("llama")
+    extra = {"rope_freqs.weight": ("F32", stored.shape, stored.tobytes())}
+    folder = write_model(tmp_path, "llama", model, extra=extra)
+    words = "by other factors" if case == "other factors" else "and the config does not"
+    with refused("rope_freqs.weight scales the frequencies", words, kind=FormatError):
+        load(folder)
+
+
+def test_a_config_of_another_size_is_refused(tmp_path):
+    folder = write_model(tmp_path, "llama", make_model("llama"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with refused("does not match LlamaForCausalLM", "model.layers.2.self_attn.q_proj", kind=FormatError):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3moe", "mixtral", "deepseek3"])
+@pytest.mark.parametrize("stub", [False, True])
+def test_an_untested_architecture_without_a_config_is_named(tmp_path, name, stub):
+    folder = write_model(tmp_path, name, make_model(name))
+    (folder / "config.json").unlink()
+    if stub:
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    with refused("requires a config.json next to it", kind=FormatError, file=folder / "model.gguf"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen35", "gemma2", "gemma3", "phi3"])
+def test_the_metadata_make_a_config_of_tested_architectures(tmp_path, name):
+    if name != "qwen35":
+        pytest.importorskip("gguf")
+    options = {
+        "qwen3": {"head_dim": 128},  # the default of its class, which upstream does not replace
+        "qwen2": {"head_dim": 16},
+        "gemma2": {"query_pre_attn_scalar": 256},
+        "gemma3": {"query_pre_attn_scalar": 256},
+    }
+    model = make_model(name, **options.get(name, {}))
+    folder = write_model(tmp_path, name, model)
+    (folder / "config.json").unlink()
+    expected = logits(model, TOKENS)
+    found = load(folder)
+    assert (logits(found, TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_file_without_the_package_gguf_is_named(tmp_path, monkeypatch):
+    from transformers import AutoConfig
+
+    folder = write_model(tmp_path, "llama", make_model("llama"))
+    (folder / "config.json").unlink()
+
+    def missing(*arguments, **options):
+        raise ImportError("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint in PyTorch.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", missing)
+    with refused("requires the package gguf", "Run pip install gguf", kind=SetupError):
+        load(folder)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *arguments, **options: {}["context_length"])
+    with refused("cannot make a config", "KeyError: 'context_length'", kind=FormatError):
+        load(folder)
+
+
+def test_a_missing_part_is_named(tmp_path):
+    folder = write_model(tmp_path, "llama", make_model("llama"))
+    split(folder)
+    expected = logits(load(folder), TOKENS)
+    for file in ("model-00001-of-00002.gguf", "model-00002-of-00002.gguf"):
+        assert torch.equal(logits(load(folder / file), TOKENS), expected)
+    (folder / "model-00002-of-00002.gguf").rename(folder / "elsewhere")
+    with refused("model-00002-of-00002.gguf is missing", kind=CheckpointError):
+        load(folder)
+
+
+@pytest.mark.parametrize("file", ["../x.gguf", "/x.gguf", "a\\b.gguf"])
+def test_a_file_outside_of_the_folder_is_refused(tmp_path, file):
+    from transformers import AutoModelForCausalLM
+
+    from hfq import HfqConfig
+
+    folder = write_model(tmp_path / "folder", "llama", make_model("llama"))
+    with refused("outside its folder", kind=CheckpointError):
+        AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, quantization_config=HfqConfig())
+
+
+@pytest.mark.parametrize("file", ["x.safetensors", 7, "x"])
+def test_another_name_is_refused(tmp_path, file):
+    from transformers import AutoModelForCausalLM
+
+    from hfq import HfqConfig
+
+    with refused("gguf_file=…) is not the name of a GGUF file", kind=SetupError):
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file, quantization_config=HfqConfig())
+
+
+def test_safetensors_are_preferred_unless_the_file_is_named(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from hfq import HfqConfig
+
+    folder = write_model(tmp_path, "llama", make_model("llama"))
+    quantized = logits(load(folder), TOKENS)
+    make_model("llama").save_pretrained(folder)
+    assert not torch.equal(logits(load(folder), TOKENS), quantized)
+    options = {"quantization_config": HfqConfig(), "gguf_file": "model.gguf", "dtype": torch.float32}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder, **options), TOKENS), quantized)
