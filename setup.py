@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(
     r'^__version__ = "(.+)"$', (ROOT / "hfq" / "version.py").read_text(encoding="utf-8"), re.MULTILINE
 )[1]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21", "optimum>=2.0"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21", "optimum>=2.0", "gguf>=0.17"]
 
 setup(
     name="hfq",
@@ -46,6 +46,7 @@ setup(
         "peft": ["peft>=0.21"],
         "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
+        "gguf": ["gguf>=0.17"],  # transformers reads configs and tokenizers of GGUF files with it
         "quantize": ["optimum>=2.0"],
         # the clang of older versions does not take 512-bit vectors under -mcpu=baseline
         "compiler": ["ziglang>=0.17.1"],

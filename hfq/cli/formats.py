@@ -59,6 +59,29 @@ own quantized weights. Only routed experts compute, and only routed experts are 
 Some checkpoints store a linear layer `gate_up_proj` as `gate_proj` and `up_proj`: gptqmodel does so
 for Phi-3 and GLM. Both become one `ConcatLinear`.
 """
+_GGUF = """
+## GGUF
+
+hfq reads GGUF files of versions 2 and 3: [Load GGUF files](../how_to/load_gguf.md). Layers may have
+different types. Dequantized blocks are bit-identical to ggml's
+(`tests/formats/codecs/ggml/test_blocks.py`). Every type is tested on the CPU, on disk, and on
+simulated accelerators (`tests/contract/test_contract_gguf.py`), and some under ZeRO-3. Weights may
+also be F32, F16, or BF16. Q8_1 and Q8_K are types of activations. A type that is not listed raises
+an error that names it.
+
+| type | weights of a block | bytes of a block | bits per weight |
+|---|---|---|---|
+{types}
+
+These architectures (`general.architecture`) are read, with the names and layouts of
+`hfq/checkpoint/gguf/architectures.py`. `llama` includes Mistral and Mixtral, `deepseek2` also
+DeepSeek-V3. Another one raises an error that names it:
+[Add a GGUF architecture](../contributing/add_a_gguf_architecture.md).
+
+| architecture | without config.json |
+|---|---|
+{architectures}
+"""
 
 
 def formats(
@@ -78,6 +101,7 @@ def formats(
     for name, cls in FORMATS.items():
         for variant in cls.variants:
             table.add_row(variant.name, name, variant.tensors, variant.writers)
+    table.add_row(f"GGUF ({', '.join(_block_types())})", "gguf", "NAME.weight of *.gguf", "llama.cpp")
     console = EscapingConsole()
     console.print(table)
     console.print(f"unsupported: {', '.join(REFUSED)}")
@@ -91,7 +115,29 @@ def as_markdown() -> str:
     rows = [_row(variant) for cls in FORMATS.values() for variant in cls.variants]
     refused = [f"| {name} | {' | '.join(refusal)} |" for name, refusal in REFUSED.items()]
     tables = (_HEAD + "\n".join(sorted(rows)), _UNSUPPORTED + "\n".join(refused))
-    return "\n".join((*tables, _EXPERTS))
+    return "\n".join((*tables, _EXPERTS, _gguf()))
+
+
+def _gguf() -> str:
+    """Returns the section about GGUF files."""
+    from hfq.checkpoint.gguf.architectures import ARCHITECTURES
+    from hfq.checkpoint.gguf.block_types import BLOCK_TYPES
+
+    types = [
+        f"| {kind.name} | {kind.size} | {kind.nbytes} | {kind.bits:g} |"
+        for kind in BLOCK_TYPES.values()
+        if kind.dtype == "U8"
+    ]
+    architectures = [
+        f"| {name} | {'yes' if known.builds_config else 'no'} |" for name, known in ARCHITECTURES.items()
+    ]
+    return _GGUF.format(types="\n".join(types), architectures="\n".join(architectures))
+
+
+def _block_types() -> list[str]:
+    from hfq.checkpoint.gguf.block_types import BLOCK_TYPES
+
+    return [kind.name for kind in BLOCK_TYPES.values() if kind.dtype == "U8"]
 
 
 def _row(variant: FormatVariant) -> str:

@@ -16,9 +16,18 @@ EXAMPLES = 600
 NUMBERS = [0, 1, 2, 3, 4, 7, 9, 31, 32, 33, 48, 64, 255, 256, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 NAMES = ["a", "b", "blk.0.attn_q.weight", "n" * 63, "n" * 64, "é", "", "a/b", "a\0"]
 READERS = [
-    name
-    for name, is_there in (("gguf", importlib.util.find_spec("gguf")), ("ggml", ggml_library.is_installed()))
-    if is_there
+    "none",
+    pytest.param(
+        "gguf",
+        marks=pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed"),
+    ),
+    pytest.param(
+        "ggml",
+        marks=[
+            pytest.mark.peers,
+            pytest.mark.skipif(not ggml_library.is_installed(), reason="no ggml is installed"),
+        ],
+    ),
 ]
 
 
@@ -106,7 +115,7 @@ def read_by(reader, path):
     }
 
 
-@pytest.mark.parametrize("reader", ["none", *READERS])
+@pytest.mark.parametrize("reader", READERS)
 def test_only_hfq_errors_escape_and_what_hfq_accepts_others_read_alike(reader, tmp_path):
     refused, accepted = [], []
 

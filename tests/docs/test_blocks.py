@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hfq.cli.main import app
 from tests.support import tiny_models
+from tests.support.gguf_models import write_random_llama
 
 ROOT = Path(__file__).parents[2]
 DOCS = ("tutorials", "how_to", "reference", "explanation", "contributing", "benchmarks")
@@ -114,6 +115,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     """A folder with everything that pages name."""
     for name, checkpoint in STAND_INS.items():
         shutil.copytree(tiny_models.DATA / checkpoint, tmp_path / name)
+    write_random_llama(tmp_path / "Llama-GGUF", "Q4_K")
+    (tmp_path / "Llama-GGUF" / "model.gguf").rename(tmp_path / "Llama-GGUF" / "Llama-Q4_K_M.gguf")
     text = (tiny_models.DATA / "tiny-llama" / "held_out.txt").read_text(encoding="utf-8")
     for name in ("text.txt", "held_out.txt"):
         (tmp_path / name).write_text(text[:6000], encoding="utf-8")

@@ -1,6 +1,7 @@
 """Names and layouts of tensors in GGUF files and in transformers' models, by architecture.
 
-A module has the tensors `.weight`, `.bias`, `.scale`, and `.input_scale`. `N` is the number of a layer. How to add an architecture: docs/contributing/add_a_gguf_architecture.md.
+A module has the tensors `.weight`, `.bias`, `.scale`, and `.input_scale`. `N` is the number of a layer. How
+to add an architecture: docs/contributing/add_a_gguf_architecture.md.
 
 Sources: `gguf-py/gguf/tensor_mapping.py` and `conversion/` of llama.cpp.
 """

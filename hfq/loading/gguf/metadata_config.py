@@ -86,7 +86,7 @@ def build_config(path: Any, checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -
             file=file,
             expected="config.json next to the file, or the package gguf",
             found=str(error).splitlines()[0],
-            fix="Run pip install gguf, or download config.json of the original model into the folder.",
+            fix="Run pip install 'hfq[gguf]', or download config.json of the original model into the folder.",
         ) from error
     except HfqError:
         raise

@@ -156,7 +156,7 @@ def test_a_file_without_the_package_gguf_is_named(tmp_path, monkeypatch):
         raise ImportError("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint in PyTorch.")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", missing)
-    with refused("requires the package gguf", "Run pip install gguf", kind=SetupError):
+    with refused("requires the package gguf", "Run pip install 'hfq[gguf]'", kind=SetupError):
         load(folder)
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *arguments, **options: {}["context_length"])
     with refused("cannot make a config", "KeyError: 'context_length'", kind=FormatError):
