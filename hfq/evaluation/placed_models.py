@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hfq.errors import SetupError, nearest
+from hfq.errors import HfqError, SetupError, nearest
 from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.loaded_model import loader_of
 from hfq.placement.accelerators import accelerator_kind
@@ -112,16 +112,15 @@ def text_config(path: str | os.PathLike, trust_remote_code: bool = False) -> Any
     from transformers import AutoConfig
 
     from hfq.checkpoint import Checkpoint
-    from hfq.loading.gguf.metadata_config import build_config, needs_config
+    from hfq.loading.gguf.metadata_config import config_of_gguf
 
     checkpoint = Checkpoint.open(path)
-    if needs_config(checkpoint, None):
-        return build_config(checkpoint.root, checkpoint, {}).get_text_config()
+    trust = {"trust_remote_code": trust_remote_code}
     try:
         with refusing_custom_code(path):
-            config = AutoConfig.from_pretrained(checkpoint.root, trust_remote_code=trust_remote_code)
-            return config.get_text_config()
-    except SetupError:
+            config = config_of_gguf(checkpoint.root, checkpoint, trust)
+            return (config or AutoConfig.from_pretrained(checkpoint.root, **trust)).get_text_config()
+    except HfqError:
         raise
     except Exception as error:  # configs with custom code raise any type
         raise SetupError(

@@ -63,12 +63,14 @@ def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader
 def model_class(checkpoint: Checkpoint) -> Any:
     """Returns the class that config.json names, else `AutoModelForCausalLM`.
 
-    The latter decides between a class of transformers and custom code, if the checkpoint has both.
+    The latter decides between a class of transformers and custom code, if the checkpoint has both. It also
+    finds the class of the language model of which a GGUF file consists.
     """
     import transformers
 
     own = checkpoint.config.get("auto_map")
-    if isinstance(own, dict) and "AutoModelForCausalLM" in own:
+    has_other_class = checkpoint.gguf is not None and "text_config" in checkpoint.config
+    if has_other_class or (isinstance(own, dict) and "AutoModelForCausalLM" in own):
         return transformers.AutoModelForCausalLM
     names = map(str, checkpoint.config.get("architectures") or ())
     known = (getattr(transformers, name, None) for name in names)

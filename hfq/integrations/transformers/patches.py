@@ -68,7 +68,7 @@ from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.custom_code import refusing_custom_code
-from hfq.loading.gguf.metadata_config import build_config, needs_config
+from hfq.loading.gguf.metadata_config import config_of_gguf
 from hfq.loading.gguf.stored_floats import unquantized_state
 from hfq.loading.load_errors import as_hfq_error, naming_accelerators
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
@@ -406,10 +406,11 @@ def _guarded(
         named = naming_accelerators(path)
         with context, _one_load, cache, refusing_custom_code(path), named, _hiding_counts():
             _renew_thread_pool()
-            if checkpoint is not None and needs_config(checkpoint, kwargs.get("config")):
-                kwargs["config"] = config = build_config(path, checkpoint, kwargs)
+            config = config_of_gguf(path, checkpoint, kwargs)
+            if checkpoint is not None and config is not None:
+                kwargs["config"] = config
                 # upstream looks for a generation config in config.json, which is not there
-                if kwargs.get("generation_config") is None:
+                if not checkpoint.config and kwargs.get("generation_config") is None:
                     kwargs["generation_config"] = GenerationConfig.from_model_config(config)
             return load(path)
     except HfqError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hfq.loading.argument_checks import open_local, take_gguf_file
 from hfq.loading.config import HfqConfig
 from hfq.loading.custom_code import refusing_custom_code
-from hfq.loading.gguf.metadata_config import build_config, needs_config
+from hfq.loading.gguf.metadata_config import config_of_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,10 +36,7 @@ def pretrained_config(
     checkpoint = open_local(path, kwargs, gguf_file)
     kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
     with refusing_custom_code(path):
-        if checkpoint is not None and needs_config(checkpoint, None):
-            taken = build_config(path, checkpoint, kwargs)
-        else:
-            taken = AutoConfig.from_pretrained(path, **kwargs)
+        taken = config_of_gguf(path, checkpoint, kwargs) or AutoConfig.from_pretrained(path, **kwargs)
     source = getattr(taken, "quantization_config", None)
     taken.quantization_config = (config or HfqConfig())._with_source(source)._options()
     return taken

@@ -14,10 +14,13 @@ from hfq.checkpoint.gguf.named_model import GgufModel
 from hfq.errors import FormatError, HfqError, SetupError
 from hfq.modules.flat_buffer import read_tensor
 
-__all__ = ["build_config", "check_metadata", "check_rope_tensors", "needs_config"]
+__all__ = ["check_metadata", "check_rope_tensors", "config_of_gguf"]
 
 _STUB = frozenset({"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"})
 """Keys of a config.json that tells no size."""
+
+_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+"""Arguments of `from_pretrained` that tell where files are."""
 
 _COMPARED = {
     "attention.head_count": ("num_attention_heads",),
@@ -40,28 +43,41 @@ _DIFFERENCE = 1e-5
 """The largest relative difference of numbers that are stored as float32."""
 
 
-def needs_config(checkpoint: Checkpoint, given: Any) -> bool:
-    """Returns True if a config must be made of the metadata of a GGUF file.
+def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the config for a GGUF file if it differs from config.json, or None.
 
-    Args:
-        checkpoint: The checkpoint; its config.json may tell no more than the class of the model.
-        given: The argument `config` of `from_pretrained`.
-    """
-    return checkpoint.gguf is not None and given is None and checkpoint.config.keys() <= _STUB
-
-
-def build_config(path: Any, checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Any:
-    """Returns transformers' config of the metadata, for a GGUF file without config.json.
+    Without config.json, or with one that tells no more than the class, it is transformers' config of the
+    metadata. A GGUF file holds a language model alone, so of the config of a multimodal model it is the part
+    of the language model.
 
     Args:
         path: The folder or Hub id.
-        checkpoint: The opened checkpoint.
+        checkpoint: The opened checkpoint; None if it is not a GGUF file.
         kwargs: Arguments of `from_pretrained`.
 
     Raises:
         FormatError: The config of this architecture is not tested, or cannot be built.
         SetupError: The package `gguf` is not installed.
     """
+    from transformers import AutoConfig
+
+    if checkpoint is None or checkpoint.gguf is None or kwargs.get("config") is not None:
+        return None
+    options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
+    if checkpoint.config.keys() <= _STUB:
+        return _config_of_metadata(path, checkpoint, options)
+    if not isinstance(checkpoint.config.get("text_config"), Mapping):
+        return None
+    whole = AutoConfig.from_pretrained(
+        path, trust_remote_code=bool(kwargs.get("trust_remote_code")), **options
+    )
+    config = whole.get_text_config(decoder=True)
+    config.dtype = config.dtype or whole.dtype
+    config.tie_word_embeddings = "lm_head.weight" not in checkpoint.tensors
+    return config
+
+
+def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     model, file = checkpoint.gguf, Path(next(iter(checkpoint.headers)))
@@ -76,8 +92,6 @@ def build_config(path: Any, checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -
             found=f"architecture {found} without config.json",
             fix="Download config.json of the original model into the folder of the file.",
         )
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-    options = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
     try:
         return AutoConfig.from_pretrained(path, gguf_file=gguf_file, **options)
     except ImportError as error:

@@ -8,6 +8,7 @@ import torch
 
 from hfq import CheckpointError, FormatError, SetupError
 from hfq.checkpoint import Reader
+from hfq.loading.meta_model import load_meta_model
 from tests.loading.gguf.test_saved_files import split
 from tests.loading.gguf.test_stored_floats import TOKENS, load
 from tests.support.checkpoint_files import refused
@@ -206,3 +207,20 @@ def test_safetensors_are_preferred_unless_the_file_is_named(tmp_path):
     assert not torch.equal(logits(load(folder), TOKENS), quantized)
     options = {"quantization_config": HfqConfig(), "gguf_file": "model.gguf", "dtype": torch.float32}
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder, **options), TOKENS), quantized)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_of_a_multimodal_config_the_language_model_is_built(tmp_path, is_tied):
+    from transformers import Gemma3Config
+
+    model = make_model("gemma3", tie_word_embeddings=is_tied)
+    folder = write_model(tmp_path, "gemma3", model)
+    whole = Gemma3Config(text_config=model.config.to_dict(), tie_word_embeddings=not is_tied)
+    whole.architectures = ["Gemma3ForConditionalGeneration"]
+    whole.save_pretrained(folder)
+    assert "vision_config" in json.loads((folder / "config.json").read_text())
+    found, expected = load(folder), logits(model, TOKENS)
+    assert type(found).__name__ == type(model).__name__ == "Gemma3ForCausalLM"
+    assert type(load_meta_model(folder).model).__name__ == "Gemma3ForCausalLM"
+    assert (logits(found, TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+    assert found.config.tie_word_embeddings is is_tied
