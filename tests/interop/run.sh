@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the environments and checkpoints of other projects, loads each checkpoint with hfq, and prints one table (`make interop`).
 # Usage: tests/interop/run.sh [MAKER ...]. Makers: gptqmodel, llmcompressor, autoawq, bitsandbytes, torchao, quanto, hqq,
-# transformers, modelopt, autoround, quark, mlx. The default is all of them. Environments and checkpoints are kept in .interop.
+# transformers, modelopt, autoround, quark, mlx, gguf. The default is all of them. Environments and checkpoints are kept in .interop.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -28,7 +28,7 @@ environment() {  # environment NAME: creates the environment from its requiremen
 
 mkdir -p "$MADE"
 for maker in "${@:-}"; do
-    [ -n "$maker" ] || set -- gptqmodel llmcompressor autoawq bitsandbytes torchao quanto hqq transformers modelopt autoround quark mlx
+    [ -n "$maker" ] || set -- gptqmodel llmcompressor autoawq bitsandbytes torchao quanto hqq transformers modelopt autoround quark mlx gguf
 done
 for maker in "$@"; do
     case $maker in

@@ -10,7 +10,7 @@ float32 model with the exactly dequantized weights. The columns are:
 - error: relative L2 error of the logits.
 - equal: True if logits are bit-identical on the CPU, with one layer on disk, and with all layers on disk.
 - resident: bytes of the quantized modules in memory, divided by their bytes on disk.
-- saved: True if a save from each placement returns every quantized byte.
+- saved: True if a save from each placement returns every quantized byte, and all bytes of GGUF files.
 """
 
 import sys
@@ -47,6 +47,8 @@ def logits(model, tokens: torch.Tensor) -> torch.Tensor:
 def is_saved(model, folder: Path, names: set[str]) -> bool:
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
+        if any(folder.glob("*.gguf")):
+            return tiny_models.gguf_bytes(Path(saved)) == tiny_models.gguf_bytes(folder)
         source, found = tiny_models.digests(folder), tiny_models.digests(Path(saved))
     return source.keys() == found.keys() and all(found[name] == source[name] for name in names)
 

@@ -153,6 +153,11 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: read_tensor(reader, info) for name, info in checkpoint.tensors.items()}
 
 
+def gguf_bytes(folder: Path) -> dict[str, bytes]:
+    """Returns the GGUF files of a folder by name."""
+    return {file.name: file.read_bytes() for file in folder.glob("*.gguf")}
+
+
 def digests(folder: Path) -> dict[str, tuple]:
     """Returns (dtype, shape, SHA-256 of the bytes) of every stored tensor."""
     found = {}
