@@ -64,9 +64,12 @@ gpu:  ## measure everything on one GPU in 9 minutes, with the packages of $(PYTH
 	echo "Measuring on a GPU (at most 9 minutes); results go to docs/benchmarks"
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --out docs/benchmarks
 
-fuzz: $(VENV)/.installed  ## compare the header reader with safetensors on a million mutated headers; fails if they disagree
+fuzz: $(VENV)/.installed  ## compare the header readers with safetensors, ggml and gguf on 1.5 million mutated headers; fails if they disagree
 	echo "Comparing hfq's header reader with safetensors on 1,000,000 mutated headers (2 minutes)"
 	PYTHONPATH=. $(BIN)/python tests/programs/fuzz_headers.py
+	echo "Comparing hfq's reader of GGUF with ggml and gguf on 500,000 mutated headers (10 minutes)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c tests/interop/requirements.txt libggml-python
+	PYTHONPATH=. $(BIN)/python tests/programs/fuzz_gguf_headers.py
 
 stress: $(VENV)/.installed  ## load in many processes, kill saves and quantizations, count descriptors; writes the table of SECURITY.md
 	echo "Loading, killing and counting (about 10 minutes); the table goes to SECURITY.md"

@@ -91,7 +91,7 @@ def read_tensors(path):
         return None
     get, count = library(), library().gguf_get_n_tensors(found)
     tensors = {
-        get.gguf_get_tensor_name(found, index).decode(): (
+        get.gguf_get_tensor_name(found, index).decode(errors="replace"): (
             get.gguf_get_tensor_type(found, index),
             get.gguf_get_tensor_offset(found, index),
             get.gguf_get_tensor_size(found, index),
