@@ -46,6 +46,7 @@ class Architecture:
 
     Attributes:
         modules: Module in the model, by name in the file.
+        model_types: Values of `model_type` in config.json of models with these files.
         tensors: Tensor in the model, by name in the file, of tensors with other names than those of a module.
         layouts: Layouts of a module or tensor that the file stores differently, by name in the file.
         other_keys: Keys of the metadata that mean something else than config.json, and are not compared.
@@ -53,6 +54,7 @@ class Architecture:
     """
 
     modules: Mapping[str, str]
+    model_types: tuple[str, ...]
     tensors: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     other_keys: frozenset[str] = frozenset()
@@ -115,11 +117,12 @@ _GEMMA_LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(_GEMMA_NORMS, ("pl
 ARCHITECTURES = {
     "llama": Architecture(
         _LLAMA | _EXPERTS,
+        ("llama", "mistral", "mixtral"),
         layouts={"blk.N.attn_q": ("query heads",), "blk.N.attn_k": ("key heads",)},
         builds_config=True,
     ),
-    "qwen2": Architecture(_LLAMA, builds_config=True),
-    "qwen3": Architecture(_LLAMA | _HEAD_NORMS, builds_config=True),
+    "qwen2": Architecture(_LLAMA, ("qwen2",), builds_config=True),
+    "qwen3": Architecture(_LLAMA | _HEAD_NORMS, ("qwen3",), builds_config=True),
     "qwen2moe": Architecture(
         _QWEN2_MOE
         | {
@@ -128,9 +131,10 @@ ARCHITECTURES = {
             "blk.N.ffn_up_shexp": "model.layers.N.mlp.shared_expert.up_proj",
             "blk.N.ffn_down_shexp": "model.layers.N.mlp.shared_expert.down_proj",
         },
+        ("qwen2_moe",),
         layouts={"blk.N.ffn_gate_inp_shexp": ("matrix of one row",)},
     ),
-    "qwen3moe": Architecture(_QWEN2_MOE | _HEAD_NORMS | _DENSE),
+    "qwen3moe": Architecture(_QWEN2_MOE | _HEAD_NORMS | _DENSE, ("qwen3_moe",)),
     "qwen35": Architecture(
         _OUTER
         | _ATTENTION
@@ -146,6 +150,7 @@ ARCHITECTURES = {
             "blk.N.ssm_norm": "model.layers.N.linear_attn.norm",
             "blk.N.ssm_out": "model.layers.N.linear_attn.out_proj",
         },
+        ("qwen3_5_text",),
         {
             "blk.N.ssm_a": "model.layers.N.linear_attn.A_log",
             "blk.N.ssm_dt.bias": "model.layers.N.linear_attn.dt_bias",
@@ -167,9 +172,11 @@ ARCHITECTURES = {
         },
         builds_config=True,
     ),
-    "gemma": Architecture(_LLAMA, layouts=_GEMMA_LAYOUTS),
-    "gemma2": Architecture(_LLAMA | _GEMMA2_NORMS, layouts=_GEMMA_LAYOUTS, builds_config=True),
-    "gemma3": Architecture(_LLAMA | _GEMMA2_NORMS | _HEAD_NORMS, layouts=_GEMMA_LAYOUTS, builds_config=True),
+    "gemma": Architecture(_LLAMA, ("gemma",), layouts=_GEMMA_LAYOUTS),
+    "gemma2": Architecture(_LLAMA | _GEMMA2_NORMS, ("gemma2",), layouts=_GEMMA_LAYOUTS, builds_config=True),
+    "gemma3": Architecture(
+        _LLAMA | _GEMMA2_NORMS | _HEAD_NORMS, ("gemma3_text",), layouts=_GEMMA_LAYOUTS, builds_config=True
+    ),
     "phi3": Architecture(
         _OUTER
         | _SECOND_NORM
@@ -180,6 +187,7 @@ ARCHITECTURES = {
             "blk.N.ffn_up": "model.layers.N.mlp.gate_up_proj",
             "blk.N.ffn_down": "model.layers.N.mlp.down_proj",
         },
+        ("phi3",),
         builds_config=True,
     ),
     "gpt-oss": Architecture(
@@ -190,6 +198,7 @@ ARCHITECTURES = {
             "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
             "blk.N.ffn_gate_inp": "model.layers.N.mlp.router",
         },
+        ("gpt_oss",),
         {"blk.N.attn_sinks.weight": "model.layers.N.self_attn.sinks"},
     ),
     "glm4moe": Architecture(
@@ -200,6 +209,7 @@ ARCHITECTURES = {
         | _EXPERTS
         | _SHARED_EXPERTS
         | {"blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm"},
+        ("glm4_moe",),
         _CORRECTION,
     ),
     "deepseek2": Architecture(
@@ -214,6 +224,7 @@ ARCHITECTURES = {
             "blk.N.attn_kv_a_norm": "model.layers.N.self_attn.kv_a_layernorm",
             "blk.N.attn_kv_b": "model.layers.N.self_attn.kv_b_proj",
         },
+        ("deepseek_v2", "deepseek_v3"),
         _CORRECTION
         | {
             "blk.N.attn_k_b.weight": "model.layers.N.self_attn.kv_b_proj.k_b",
@@ -234,6 +245,7 @@ ARCHITECTURES = {
             "blk.N.ffn_up": "transformer.h.N.mlp.c_fc",
             "blk.N.ffn_down": "transformer.h.N.mlp.c_proj",
         },
+        ("gpt2",),
         layouts={
             f"blk.N.{name}.weight": ("transposed layer",)
             for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")

@@ -134,6 +134,9 @@ def check_metadata(config: Any, checkpoint: Checkpoint) -> None:
         if not _is_close(stored, found)
     ]
     problems += _rope_problems(text, model)
+    if text.model_type not in model.known.model_types:
+        found = f"model_type of the config is {text.model_type!r}"
+        problems.insert(0, f"general.architecture is {model.architecture!r}, and {found}")
     if problems:
         raise _contradiction(checkpoint, problems)
 

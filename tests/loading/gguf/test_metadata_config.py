@@ -69,6 +69,16 @@ def test_metadata_that_contradict_the_config_are_refused(tmp_path, key, value, w
         load(folder)
 
 
+@pytest.mark.parametrize("kind", ["gemma", "granite"])
+def test_a_config_of_another_architecture_with_the_same_tensors_is_refused(tmp_path, kind):
+    folder = write_model(tmp_path, "llama", make_model("llama"))
+    written = json.loads((folder / "config.json").read_text()) | {"model_type": kind, "architectures": None}
+    (folder / "config.json").write_text(json.dumps(written))
+    words = f"general.architecture is 'llama', and model_type of the config is '{kind}'"
+    with refused("The config contradicts the GGUF file", words, kind=FormatError):
+        load(folder)
+
+
 def test_another_factor_is_refused(tmp_path):
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     model = make_model("llama", rope_parameters=rope)
