@@ -7,41 +7,19 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.load import bench_large as bench
-from benchmarks.load import large_models
 from benchmarks.load.large_models import LARGE_MODELS, make_large
 from benchmarks.load.large_worker import LargeWorker
 from hfq.checkpoint import Checkpoint
-
-SIZES = {
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 8,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "vocab_size": 128,
-    "num_attention_heads": 4,
-    "q_lora_rank": 128,
-}
+from tests.support.large_models import narrow
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """Makes the large models small."""
 
-    def narrow(model):
-        def config(layers):
-            found = model.config(layers)
-            for key, size in SIZES.items():
-                if hasattr(found, key):
-                    setattr(found, key, size)
-            return found
-
-        return large_models.LargeModel(config, model.tensors, 2)
-
     monkeypatch.setattr(bench, "make_large", lambda folder, name, layers=4: make_large(folder, name, layers))
-    for name, model in LARGE_MODELS.items():
-        monkeypatch.setitem(LARGE_MODELS, name, narrow(model))
+    for name in LARGE_MODELS:
+        monkeypatch.setitem(LARGE_MODELS, name, narrow(name, 8))
 
 
 def test_the_files_have_the_tensors_of_the_published_models():
@@ -73,7 +51,7 @@ def test_the_report_has_every_case_and_target(tmp_path, tiny, monkeypatch, in_pr
     report = bench.bench_large(tmp_path, 1, said.append)
     page = report.to_markdown()
     assert [target.verdict for target in report.targets].count("not measured") == 0, report.records
-    assert "| qwen3-30b-gptq4 | load, cpu | 64 | 279 |" in page
+    assert "| qwen3-30b-gptq4 | load, cpu | 112 | 471 |" in page
     assert "deepseek-v3-fp8: plan" in said
     assert str(tmp_path) not in page + report.to_json()
 
