@@ -264,7 +264,7 @@ class _Matcher:
                 own = {
                     local: info
                     for local, info in tensors.items()
-                    if target_module.kind in ("weight", "table") and f"{name}.{local}" in self.parameters
+                    if target_module.kind == "weight" and f"{name}.{local}" in self.parameters
                 }
                 own.pop("weight", None)
                 self._add_unquantized(own)

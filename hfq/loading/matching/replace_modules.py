@@ -48,12 +48,12 @@ def replace_modules(
     for name, found in match.quantized.items():
         quantized[name] = module = builder.build(name, found)
         parent, _, local = name.rpartition(".")
-        kept = f"{parent}.weight" if found.target.kind in ("weight", "table", "half") else f"{name}.weight"
+        kept = f"{parent}.weight" if found.target.kind in ("weight", "half") else f"{name}.weight"
         if kept in dtypes:
             module.dtype = dtypes[kept]
         if found.target.kind == "conv1d":
             module.is_transposed = True
-        if found.target.kind in ("weight", "table"):
+        if found.target.kind == "weight":
             pack_weight(model.get_submodule(parent), module)
         elif found.target.kind not in ("expert", "half"):
             replaced = model.get_submodule(name)
@@ -148,7 +148,7 @@ class ModuleBuilder:
             SetupError: `quantize_activations=True`, and hfq does not support the checkpoint's scheme.
         """
         target, infos = found.target, found.infos
-        if target.kind in ("embedding", "table"):
+        if target.kind == "embedding":
             return QuantizedEmbedding(name, target.out_features, target.in_features, found.format, infos)
         kind = id(found.format), target.in_features, target.out_features
         if kind not in self._choices:

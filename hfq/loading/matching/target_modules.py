@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -44,22 +44,6 @@ HALVES = ("gate_proj", "up_proj")
 COMPUTES_LIKE_LINEAR = ("FalconLinear",)
 """Subclasses of `nn.Linear` whose own forward computes the same product."""
 
-SCALED_EMBEDDINGS = tuple(
-    f"{family}TextScaledWordEmbedding"
-    for family in (
-        "Gemma",
-        "Gemma2",
-        "Gemma3",
-        "Gemma3n",
-        "Gemma4",
-        "Gemma4Unified",
-        "VaultGemma",
-        "DiffusionGemma",
-        "EmbeddingGemma2",
-    )
-)
-"""Subclasses of `nn.Embedding` whose forward multiplies the rows by `embed_scale`."""
-
 _UP_FIRST = ("Phi4MultimodalAudioMLP",)
 """Modules whose `gate_up_proj` returns the up channels first."""
 
@@ -83,15 +67,14 @@ class TargetModule:
     Attributes:
         name: Its name in the model.
         kind: Kind of the target. `weight` is only the weight of a module with its own forward, such as a
-            router, and `table` that of a scaled embedding. `half` is one of two layers that together return
-            the outputs of one linear layer.
+            router. `half` is one of two layers that together return the outputs of one linear layer.
         in_features: Size of an input.
         out_features: Size of an output.
         has_bias: True if the model has a bias there.
     """
 
     name: str
-    kind: Literal["linear", "conv1d", "embedding", "weight", "table", "expert", "half"]
+    kind: Literal["linear", "conv1d", "embedding", "weight", "expert", "half"]
     in_features: int
     out_features: int
     has_bias: bool
@@ -168,8 +151,7 @@ def target_module_of(name: str, module: nn.Module | None) -> TargetModule | None
     parameters = module._parameters if module is not None else {}
     weight = parameters.get("weight")
     if weight is not None and weight.dim() == 2:
-        kind: Any = "table" if type(module).__name__ in SCALED_EMBEDDINGS else "weight"
-        return TargetModule(f"{name}.{WEIGHT}", kind, weight.shape[1], weight.shape[0], False)
+        return TargetModule(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
     return None
 
 
@@ -203,26 +185,16 @@ def halves_of(owner: nn.Module) -> tuple[str, ...]:
 
 
 def pack_weight(module: nn.Module, quantized: nn.Module) -> None:
-    """Replaces the weight of a module by a quantized one, which is dequantized on each read.
-
-    A scaled embedding looks up rows of it instead.
-    """
+    """Replaces the weight of a module by a quantized one, which is dequantized on each read."""
     cls = type(module)
-    own: dict[str, Any] = {
+    own = {
         "weight": property(lambda self: getattr(self, WEIGHT).weight),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }
-    if cls.__name__ in SCALED_EMBEDDINGS:
-        own["forward"] = _look_up_scaled
     del module._parameters["weight"]
     module.__class__ = type(cls.__name__, (cls,), own)
     setattr(module, WEIGHT, quantized)
-
-
-def _look_up_scaled(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    rows = getattr(self, WEIGHT)(input_ids)
-    return rows * self.embed_scale.to(rows.dtype)
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:

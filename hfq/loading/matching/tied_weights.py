@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from hfq.loading.matching.target_modules import WEIGHT, QuantizedModuleMatch, target_module_of
+from hfq.loading.matching.target_modules import QuantizedModuleMatch, target_module_of
 
 __all__ = ["shared_heads"]
 
@@ -31,8 +31,6 @@ def shared_heads(
     found = {}
     for pair in list(model.all_tied_weights_keys.items()):
         target, source = (name.removesuffix(".weight") for name in pair)
-        if f"{source}.{WEIGHT}" in quantized:  # the table of a scaled embedding
-            source = f"{source}.{WEIGHT}"
         missing, stored = (source, target) if target in quantized else (target, source)
         if stored not in quantized or missing in quantized or f"{missing}.weight" in unquantized:
             continue

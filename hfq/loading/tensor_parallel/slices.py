@@ -235,7 +235,7 @@ def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSli
 
 
 def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | None:
-    owner = name.rpartition(".")[0] if kind in ("weight", "table", "half") else name
+    owner = name.rpartition(".")[0] if kind in ("weight", "half") else name
     style = plan.get(generic(owner))
     if style is None or style in _WHOLE:
         return None
