@@ -53,11 +53,11 @@ def shared_checkpoints() -> list[Path]:
     return [path for path in folders if path.is_dir()]
 
 
-def marked_by_needs(path: Path):
+def marked_by_needs(path: Path, *marks: pytest.MarkDecorator):
     """Returns a folder as a parameter of a test, skipped without the package that makes its config."""
     is_missing = "noconfig" in path.name and importlib.util.find_spec("gguf") is None
     reason = "transformers makes a config of GGUF metadata with the package gguf"
-    return pytest.param(path, id=path.name, marks=pytest.mark.skipif(is_missing, reason=reason))
+    return pytest.param(path, id=path.name, marks=[pytest.mark.skipif(is_missing, reason=reason), *marks])
 
 
 def size_of(module: str) -> tuple[int, int]:
