@@ -56,7 +56,8 @@ class BitNet(Format):
         weight = tensors.get("weight")
         if config.get("quant_method") != "bitnet" or weight is None or weight.dtype != "U8":
             return None
-        linear = config.get("linear_class") or "bitlinear"
+        linear = config.get("linear_class")
+        linear = "bitlinear" if linear is None else linear
         if linear not in _CLASSES:
             raise unusable("linear_class", linear, " or ".join(_CLASSES))
         if config.get("use_rms_norm"):

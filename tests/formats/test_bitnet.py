@@ -55,7 +55,9 @@ def test_a_scale_of_zero_is_refused_if_it_divides():
     assert not BitNet(is_divided=False).resolve("m", tensors).dequantize(tensors).any()
 
 
-@pytest.mark.parametrize("change", [{"linear_class": "bitlinear2"}, {"use_rms_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"linear_class": "bitlinear2"}, {"linear_class": 0}, {"use_rms_norm": True}], ids=str
+)
 def test_options_that_change_the_layer_are_refused(change):
     with pytest.raises(FormatError, match=f"{next(iter(change))} in quantization_config is not supported"):
         BitNet.detect("m", described("m", random_layer(2, 8)), CONFIG | change)

@@ -80,11 +80,13 @@ def packs_in_order(config: Mapping) -> bool:
     """Returns True if the codes of a word are in order.
 
     Raises:
-        FormatError: The config names neither this order nor Quark's usual one.
+        FormatError: The config names neither this order nor Quark's usual one, which it may omit.
     """
     export = config.get("export")
-    method = (export.get("pack_method") if isinstance(export, Mapping) else None) or "reorder"
-    if method not in ("reorder", "order"):
+    if export is not None and not isinstance(export, Mapping):
+        raise unusable("export", export, "{pack_method: …}")
+    method = export.get("pack_method") if export else None
+    if method not in (None, "reorder", "order"):
         raise unusable("pack_method", method, "reorder or order")
     return method == "order"
 

@@ -62,8 +62,13 @@ def test_codes_are_in_quarks_order_unless_the_config_says_otherwise():
     assert not packs_in_order({})
     assert not packs_in_order({"export": {"pack_method": "reorder"}})
     assert packs_in_order({"export": {"pack_method": "order"}})
-    with pytest.raises(FormatError, match="pack_method"):
-        packs_in_order({"export": {"pack_method": "interleave"}})
+    assert not packs_in_order({"export": {"pack_method": None}})
+    for method in ("interleave", 0, []):
+        with pytest.raises(FormatError, match="pack_method"):
+            packs_in_order({"export": {"pack_method": method}})
+    for export in (0, "order", [{"pack_method": "order"}]):
+        with pytest.raises(FormatError, match="export"):
+            packs_in_order({"export": export})
 
 
 def test_activations_by_token_can_be_rounded_and_others_are_described():
