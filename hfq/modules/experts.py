@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hfq.kernels.registry import Kernel
 from hfq.modules.cpu_experts import CpuExperts
@@ -18,7 +20,10 @@ from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_stacked
 
-__all__ = ["QuantizedExperts", "SortedExperts"]
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["DroppedActivation", "MaskedExperts", "QuantizedExperts", "SortedExperts"]
 
 Routed = Sequence[Sequence[QuantizedModule]]
 Onload = Callable[[Routed, Callable[[int, int], object], Callable[[], Routed] | None], None]
@@ -331,6 +336,64 @@ class SortedExperts(QuantizedExperts):
         )
         routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
         return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
+
+
+class DroppedActivation:
+    """An activation, and in training the dropout behind it.
+
+    Args:
+        activation: The activation.
+        dropout: The share of values that training sets to zero.
+
+    Attributes:
+        is_training: True in training.
+    """
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], dropout: float) -> None:
+        self._activation, self._dropout = activation, dropout
+        self.is_training = False
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self._activation(values), self._dropout, self.is_training)
+
+
+class MaskedExperts(QuantizedExperts):
+    """Replaces the experts of Switch Transformers, `forward(hidden_states, mask, weights)`."""
+
+    _apply_gate: DroppedActivation
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns an expert.
+
+        transformers' initialization asks by the model's own names, and gets weights that it leaves alone.
+        """
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        weight = torch.empty(0)
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return SimpleNamespace(wi=SimpleNamespace(weight=weight), wo=SimpleNamespace(weight=weight))
+
+    def train(self, mode: bool = True) -> Self:
+        """Also tells the activation."""
+        self._apply_gate.is_training = mode
+        return super().train(mode)
+
+    @uncompiled
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weighted outputs of the routed experts.
+
+        Args:
+            hidden_states: [tokens, hidden].
+            mask: 1 for the expert of a token, [tokens, 1, experts]. A token without one gets zeros.
+            weights: The weight of each token's expert, [tokens, 1].
+
+        Returns:
+            [tokens, hidden] in the dtype of the hidden states.
+        """
+        routed = torch.where(mask.any(-1), mask.argmax(-1), len(self))
+        return super().forward(hidden_states, routed, weights)
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import hfq
 from hfq import HfqConfig, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.pair_dictionary import ENTRIES
+from hfq.modules.experts import QuantizedExperts
 from tests.quantization.conftest import SOURCE
 from tests.support.tiny_models import digests, stored_tensors
 
@@ -91,6 +92,24 @@ def test_every_placement_gives_the_same_bits(written):
             model = load(folder, kind, device_map, expert_cache_size=size)
             assert torch.equal(logits(model, kind), expected)
             assert torch.equal(logits(model, kind), expected)
+
+
+def test_experts_on_disk_are_read_when_tokens_are_routed_to_them(written):
+    kind, _, folder, _ = written
+    model, routed = load(folder, kind, {"": "disk"}), set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedExperts):
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: routed.update((name, expert) for expert in chosen(inputs[1]))
+            )
+    logits(model, kind)
+    counts = model.hf_quantizer.loading.offloader.experts
+    assert 0 < counts.misses == len(routed) < 2 * 4 + 1
+
+
+def chosen(routing):
+    """Returns the experts of the indices [tokens, k], or of a mask [tokens, 1, experts]."""
+    return (routing.any(0).nonzero()[:, 1] if routing.dim() == 3 else routing.unique()).tolist()
 
 
 @pytest.mark.parametrize("placement", ["cpu", "disk"])

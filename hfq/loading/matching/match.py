@@ -82,6 +82,9 @@ class CheckpointMatch:
         """Returns True if a parameter of the meta model is stored quantized."""
         module, _, local = name.rpartition(".")
         is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.quantized
+        expert = expert_of(module)
+        if expert is not None and expert[0] in self.experts:
+            return True
         return module in self.quantized or module in self.experts or module in self.halved or is_weight
 
 

@@ -61,10 +61,10 @@ class Names:
         All experts of a layer share it.
         """
         if stored not in self._experts:
-            names = [self.in_model(f"{stored}.{local}")[0] for local in ("gate_up_proj", "up_proj")]
-            self._experts[stored] = next(
-                (name for name in names if name in self._tensors), names[0]
-            ).rpartition(".")[0]
+            locals = ("gate_up_proj", "up_proj", "expert_0.wi.weight")
+            names = {local: self.in_model(f"{stored}.{local}")[0] for local in locals}
+            found = next((local for local in locals if names[local] in self._tensors), locals[0])
+            self._experts[stored] = names[found].removesuffix(f".{found}")
         return self._experts[stored]
 
     def is_ignored(self, stored: str) -> bool:

@@ -15,10 +15,17 @@ from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import Kernel, choose_kernel, explain_kernels
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, QuantizedModuleMatch
-from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight, scale_of
+from hfq.loading.matching.target_modules import (
+    PROJECTIONS,
+    FusedExperts,
+    gate_of,
+    halves_of,
+    pack_weight,
+    scale_of,
+)
 from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.embedding import QuantizedEmbedding
-from hfq.modules.experts import QuantizedExperts, SortedExperts
+from hfq.modules.experts import MaskedExperts, QuantizedExperts, SortedExperts
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
@@ -84,12 +91,17 @@ def replace_modules(
         ]
         # stored halves are contiguous, not interleaved
         takes_turns = experts.is_interleaved and not experts.is_halved
-        kind = SortedExperts if experts.is_sorted else QuantizedExperts
-        swapped = kind(layers, gate_of(experts), takes_turns)
+        swapped = _kind_of(experts)(layers, gate_of(experts), takes_turns)
         swapped.training = experts.module.training  # its layers follow when transformers has set its own mode
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
     _tell_of_others(quantized, config.kernel)
     return quantized
+
+
+def _kind_of(experts: FusedExperts) -> type[QuantizedExperts]:
+    if experts.is_masked:
+        return MaskedExperts
+    return SortedExperts if experts.is_sorted else QuantizedExperts
 
 
 def _stand_for(replaced: nn.Module, module: nn.Module) -> None:

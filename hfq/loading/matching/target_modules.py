@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfq.formats import Format
+from hfq.modules.experts import DroppedActivation
 from hfq.tensor_spec import TensorInfo
 
 __all__ = [
@@ -47,7 +48,7 @@ COMPUTES_LIKE_LINEAR = ("FalconLinear",)
 _UP_FIRST = ("Phi4MultimodalAudioMLP",)
 """Modules whose `gate_up_proj` returns the up channels first."""
 
-_EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(\d+)\.(\w+)$")
+_EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(?:expert_)?(\d+)\.(\w+)$")
 _PROJECTIONS = {
     "gate_proj": "gate_proj",
     "w1": "gate_proj",
@@ -56,6 +57,8 @@ _PROJECTIONS = {
     "down_proj": "down_proj",
     "w2": "down_proj",
     "gate_up_proj": "gate_up_proj",
+    "wi": "up_proj",
+    "wo": "down_proj",
 }
 """Names of the projections of an expert in checkpoints."""
 
@@ -105,6 +108,8 @@ class FusedExperts:
             (`halves_experts`).
         has_gate: True if the experts have gate channels; Nemotron-H's do not.
         is_sorted: True if each expert receives every token, weighted, and nothing is summed, as in Llama 4.
+        is_masked: True if a mask routes tokens, and an expert is a module of its own, as in Switch
+            Transformers.
     """
 
     name: str
@@ -117,6 +122,7 @@ class FusedExperts:
     is_halved: bool = False
     has_gate: bool = True
     is_sorted: bool = False
+    is_masked: bool = False
 
     def target(self, expert: int, projection: str) -> TargetModule:
         """Returns the target of one projection of one expert."""
@@ -200,13 +206,27 @@ def pack_weight(module: nn.Module, quantized: nn.Module) -> None:
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:
     """Returns every module with fused experts, keyed by module name.
 
-    Finds modules that use transformers' `use_experts_implementation`, and those of Llama 4.
+    Finds modules that use transformers' `use_experts_implementation`, and those of Llama 4 and Switch
+    Transformers.
     """
     found = {name: _experts(name, module) for name, module in submodules.items()}
     return {name: experts for name, experts in found.items() if experts is not None}
 
 
 def _experts(name: str, module: nn.Module) -> FusedExperts | None:
+    if type(module).__name__ == "SwitchTransformersExperts":
+        first = module["expert_0"].wi  # type: ignore[index]
+        return FusedExperts(
+            name,
+            module,
+            len(module),  # type: ignore[arg-type]
+            first.in_features,
+            first.out_features,
+            has_bias=False,
+            is_interleaved=False,
+            has_gate=False,
+            is_masked=True,
+        )
     is_sorted, has_gate = type(module).__name__ == "Llama4TextExperts", getattr(module, "has_gate", True)
     first, down = (
         module._parameters.get(local) for local in ("gate_up_proj" if has_gate else "up_proj", "down_proj")
@@ -252,6 +272,9 @@ def expert_of(stored: str) -> tuple[str, int, str] | None:
 def gate_of(experts: FusedExperts) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the function between the projections of fused experts, and drops their weights."""
     experts.module._parameters.clear()
+    if experts.is_masked:
+        expert: Any = experts.module["expert_0"]  # type: ignore[index]
+        return DroppedActivation(expert.act, expert.dropout.p)
     if not experts.has_gate:
         return experts.module.act_fn  # type: ignore[return-value]
     return partial(_gate, experts.module.act_fn) if experts.is_sorted else experts.module._apply_gate  # type: ignore

@@ -198,7 +198,7 @@ def _with_parents(names: Iterable[str]) -> list[str]:
 def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, FloatLayer]) -> list[str]:
     """Returns the stored names of linear layers that stay unquantized."""
     names = {
-        *find_all_linears(model),
+        *(name for name in find_all_linears(model) if not match.is_quantized(f"{name}.weight")),
         *(name for name, found in match.quantized.items() if found.target.kind == "expert"),
     }
     names -= {layer.name for layer in layers.values()}

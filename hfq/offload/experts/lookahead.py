@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfq.modules.experts import QuantizedExperts
+from hfq.modules.experts import MaskedExperts, QuantizedExperts
 from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["GuessCounts", "Lookahead", "attach_lookahead", "token_ids"]
@@ -107,7 +107,9 @@ def attach_lookahead(model: nn.Module, input_ids: Callable[[], torch.Tensor | No
     names = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
     found: list[Lookahead | None] = []
     for name, experts in names.items():
-        router = _router_of(model.get_submodule(name.rpartition(".")[0]))
+        # its router returns a mask of a batch, and no indices
+        is_masked = isinstance(experts, MaskedExperts)
+        router = None if is_masked else _router_of(model.get_submodule(name.rpartition(".")[0]))
         found.append(None if router is None else Lookahead(router, experts, input_ids))
     for experts, following in zip(names.values(), found[1:], strict=False):
         experts.guess_next = None if following is None else following.guess
