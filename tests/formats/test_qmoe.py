@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hfq import FormatError, HfqConfig
+from hfq import CheckpointError, FormatError, HfqConfig
 from hfq.formats.qmoe import DICTIONARY, Qmoe
 from tests.support import tiny_models
 from tests.support.tiny_models import described, settled
@@ -118,3 +118,33 @@ def test_codes_that_are_damaged_on_disk_are_refused_where_they_are_decoded(tmp_p
         )
         with torch.no_grad(), pytest.raises(FormatError, match="not those of the row's width"):
             model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    ("local", "change", "named"),
+    [
+        ("row_off", lambda t: torch.cat([t, t[-1:]]), r"expected I32 \[129\], found I32 \[130\]"),
+        ("row_off", lambda t: t[1:], r"expected I32 \[129\], found I32 \[128\]"),
+        ("ter_minmax", lambda t: t[2:], r"expected BF16 \[256\], found BF16 \[254\]"),
+        ("row_off", lambda t: t.flip(0), "offsets of QMoE rows are not possible"),
+        ("w_comp", lambda t: t[:-1], "offsets of QMoE rows are not possible"),
+        ("w_comp", lambda t: t[:9], "number of QMoE codes does not fit"),
+    ],
+    ids=["a row more", "a row less", "bounds less", "descending", "a code less", "few codes"],
+)
+def test_a_damaged_layer_is_refused_before_anything_is_computed(tmp_path, device, local, change, named):
+    tensors = tiny_models.model_tensors(Qmoe())
+    name = f"{tiny_models.FIRST}.{local}"
+    path = tiny_models.write_model(tmp_path, tensors | {name: change(tensors[name]).clone()}, CONFIG)
+    with pytest.raises(FormatError, match=rf"(?s)Nothing was loaded.*{named}|{named}.*Nothing was loaded"):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map={"": device})
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_a_truncated_file_is_refused(tmp_path, device):
+    path = tiny_models.write_model(tmp_path, tiny_models.model_tensors(Qmoe()), CONFIG)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated by 100 bytes"):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map={"": device})
