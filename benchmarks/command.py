@@ -110,6 +110,13 @@ def _kernels(options: Options) -> Report:
     return bench_kernels(shapes, rows, options.rounds, options.threads or _all_threads(), _say)
 
 
+def _blocks(options: Options) -> Report:
+    from benchmarks.kernels.bench_blocks import NAMES, ROWS, SHAPE, bench_blocks
+
+    threads, shape = options.threads or _all_threads(), (768, 2048) if options.quick else SHAPE
+    return bench_blocks(NAMES, options.rows or ROWS, options.rounds, threads, _say, shape)
+
+
 def _generate(options: Options) -> Report:
     from benchmarks.generate import bench_generate
 
@@ -190,6 +197,13 @@ BENCHMARKS = {
         rounds=9,
         own=("--threads", "--shape", "--rows"),
     ),
+    "blocks": Benchmark(
+        _blocks,
+        0,
+        "Products with GGUF's blocks on the CPU, against ggml's own.",
+        rounds=9,
+        own=("--threads", "--rows"),
+    ),
     "generate": Benchmark(
         _generate,
         2.4e9,
@@ -248,7 +262,8 @@ def bench(
         Path | None, typer.Option(help="Also write NAME.md, NAME.json, and NAME.png here.")
     ] = None,
     threads: Annotated[
-        list[int] | None, typer.Option(min=1, help="kernels, generate, quantize, qmoe: threads.")
+        list[int] | None,
+        typer.Option(min=1, help="kernels, blocks, generate, quantize, qmoe: threads."),
     ] = None,
     model: Annotated[
         list[Path] | None,
@@ -258,7 +273,7 @@ def bench(
         int | None, typer.Option(min=0, help="plan: local ranks under ZeRO-3; by default 2.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="kernels: a layer shape; by default all.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="kernels: activation rows.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="kernels, blocks: activation rows.")] = None,
 ) -> None:
     """Run one benchmark, print its report, and print its targets on standard error."""
     from hfq.machine_profile.measure_machine import default_folder

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PACKAGES", "TYPES", "GgmlLinear", "compiled_for", "find_package"]
+__all__ = ["PACKAGES", "TYPES", "GgmlLinear", "compiled_for", "find_package", "quantized_rows"]
 
 PACKAGES = ("libggml", "llama_cpp")
 """Packages with ggml's libraries in a folder lib or lib64.
@@ -24,7 +24,16 @@ PACKAGES = ("libggml", "llama_cpp")
 The distributions libggml-python and llama-cpp-python install them.
 """
 
-TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12}
+TYPES = {
+    "Q4_0": 2,
+    "Q8_0": 8,
+    "MXFP4": 39,
+    "IQ4_NL": 20,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_XS": 23,
+}
 """`enum ggml_type`."""
 
 _FLOAT32 = 0
@@ -114,12 +123,8 @@ class GgmlLinear:
                 f"{name} divides rows into blocks of {self._ggml.ggml_blck_size(kind)}, found rows of "
                 f"{in_features}"
             )
-        packed = torch.empty(out_features, self._ggml.ggml_row_size(kind, in_features), dtype=torch.uint8)
-        wide = dense.to(torch.float32).contiguous()
+        packed = quantized_rows(dense, name)
         self.nbytes = packed.nbytes
-        self._ggml.ggml_quantize_chunk(
-            kind, wide.data_ptr(), packed.data_ptr(), 0, out_features, in_features, None
-        )
         self.shape = out_features, in_features
         context = self._context()
         self._weight = self._ggml.ggml_new_tensor_2d(context, kind, in_features, out_features)
@@ -205,6 +210,20 @@ class GgmlLinear:
             raise RuntimeError(f"ggml returned no object that {free.__name__} can free")
         self._loaded.callback(free, made)
         return made
+
+
+def quantized_rows(dense: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns rows of ggml's blocks of a type, uint8 [out_features, bytes of a row].
+
+    Args:
+        dense: The weight, float [out_features, in_features].
+        name: One of `TYPES`.
+    """
+    ggml, kind, (out_features, in_features) = _library(), TYPES[name], dense.shape
+    packed = torch.empty(out_features, ggml.ggml_row_size(kind, in_features), dtype=torch.uint8)
+    wide = dense.to(torch.float32).contiguous()
+    ggml.ggml_quantize_chunk(kind, wide.data_ptr(), packed.data_ptr(), 0, out_features, in_features, None)
+    return packed
 
 
 def find_package() -> str:
