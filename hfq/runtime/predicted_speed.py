@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +11,9 @@ from transformers import PreTrainedModel
 from hfq.loading.dry_run import count_calls, count_products, routed_share
 from hfq.loading.kv_layers import kv_layers
 from hfq.loading.model_loader import ModelLoader
+from hfq.offload.experts.expert_cache import ExpertCache
+from hfq.offload.unit import is_on_disk
+from hfq.placement.device_map import ancestors
 from hfq.placement.estimate.estimate import list_stages
 from hfq.placement.estimate.kv_cache import kv_nbytes
 from hfq.placement.estimate.profile import Profile, read_profile
@@ -116,14 +118,15 @@ def _work(loading: ModelLoader) -> Work:
     dtype, routed = str(model.dtype).removeprefix("torch."), routed_share(config)
     moved = 0 if offloader is None else offloader.pass_nbytes
     on_disk = min(moved, loading.plan.nbytes_by_device().get("disk", 0))
+    on_demand = 0 if offloader is None else int(routed * _missed_nbytes(offloader.experts))
     is_on_cpu, is_cached = (
         loading.main == "cpu",
         offloader is not None and offloader.source.mode == "buffered",
     )
     return Work(
         count_products(model, dtype, routed),
-        on_disk,
-        0 if is_on_cpu else moved,
+        on_disk + on_demand,
+        0 if is_on_cpu else moved + on_demand,
         0,
         1,
         int(getattr(config, "num_hidden_layers", 0)),
@@ -133,7 +136,14 @@ def _work(loading: ModelLoader) -> Work:
         calls=count_calls(model, dtype, routed),
         stages=_stages(loading, routed),
         buffer=0 if offloader is None else offloader.buffer_nbytes,
+        on_demand=on_demand,
     )
+
+
+def _missed_nbytes(experts: ExpertCache) -> float:
+    """Returns the bytes of all experts on disk, times the share of lookups that read."""
+    infos = (info for each in experts.experts if is_on_disk(each.modules[0]) for info in each.infos)
+    return (1 - experts.hit_rate) * sum(info.nbytes for info in infos)
 
 
 def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:
@@ -141,15 +151,13 @@ def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:
     if loading.offloader is None:
         return ()
     units = loading.gather_units()
-    devices = {unit.name: _home_of(unit.name, loading.devices) or loading.main for unit in units}
+    devices = {unit.name: loading.main for unit in units}
+    for name, device in loading.devices.items():
+        paths = (name, *reversed(ancestors(name)))
+        own = next((path for path in paths if path in devices), None)  # experts lie within a decoder layer
+        if own is not None:
+            devices[own] = device
     return list_stages(units, devices, loading.main, routed)
-
-
-def _home_of(unit: str, devices: Mapping[str, str]) -> str | None:
-    """Returns the device that the tensors of a unit share."""
-    return next(
-        (device for name, device in devices.items() if name == unit or name.startswith(f"{unit}.")), None
-    )
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:

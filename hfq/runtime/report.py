@@ -294,10 +294,10 @@ def _offload_lines(offload: OffloadReport) -> list[str]:
             f"{offload.nbytes_read:,} B read in {offload.read_seconds:.3f} s: "
             f"{_rate(offload.read_bandwidth)}{share}"
         )
-    if offload.expert_hits + offload.expert_misses:
+    if lookups := offload.expert_hits + offload.expert_misses:
         lines.append(
-            f"experts: {offload.expert_hits} cached, {offload.expert_misses} read; {offload.expert_nbytes:,} "
-            f"of "
+            f"experts: {offload.expert_hits} cached ({offload.expert_hits / lookups:.0%}), "
+            f"{offload.expert_misses} read; {offload.expert_nbytes:,} of "
             f"{offload.expert_cache_nbytes:,} B in use"
         )
     if offload.expert_guesses:

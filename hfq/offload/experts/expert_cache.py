@@ -97,6 +97,13 @@ class ExpertCache:
         """Bytes of the places that hold an expert, or to which one is being read."""
         return sum(places.nbytes for places in self._places.values())
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of lookups that were hits; without any, the share of experts that have a place."""
+        if self.hits + self.misses:
+            return self.hits / (self.hits + self.misses)
+        return sum(places.memory.count for places in self._places.values()) / max(len(self.experts), 1)
+
     def nbytes_by_device(self) -> dict[str, int]:
         """Returns the bytes of the memory of each device."""
         return {str(device): places.memory.memory.numel() for device, places in self._places.items()}

@@ -231,6 +231,7 @@ def _work(
         buffer=buffer,
         kv_moved=_kv(sizes, workload)[0],
         is_kv_on_disk=workload.kv_device == "disk",
+        on_demand=_moved([unit for unit in on_disk if unit.kind == "experts"], missed),
     )
 
 

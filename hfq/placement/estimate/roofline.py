@@ -40,6 +40,7 @@ class Work:
         gathered: Bytes that each rank gathers of ZeRO-3 shards per step; 0 without ZeRO-3.
         kv_moved: Bytes of an offloaded KV cache that a step reads.
         is_kv_on_disk: True if they are read from disk, and not copied from the host's memory.
+        on_demand: Of `streamed`, the bytes of routed experts, whose reads the CPU waits for.
     """
 
     weights: Mapping[str, tuple[int, int]]
@@ -57,6 +58,7 @@ class Work:
     gathered: int = 0
     kv_moved: int = 0
     is_kv_on_disk: bool = False
+    on_demand: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,19 +155,23 @@ def predict(work: Work, profile: Profile) -> Prediction:
 
 
 def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> float:
-    """Returns the seconds of computing, of gathers before it, and of reads that overlap with it."""
+    """Returns the seconds of computing, of gathers before it, and of reads.
+
+    Reads of units overlap with computing. Those of routed experts do not, since the router comes first.
+    """
     computing, moving = sum(terms[name] for name in _COMPUTING), max(terms[name] for name in _MOVING)
+    waiting = terms["disk"] * work.on_demand / work.streamed if work.on_demand and work.is_on_cpu else 0.0
     if not work.stages or not work.is_on_cpu or not moving:
-        return max(computing + terms.get("gathering", 0.0), moving)
+        return max(computing + terms.get("gathering", 0.0), moving - waiting) + waiting
     if not _blocks(work):
-        return computing
+        return computing + waiting
     blocks, whole = _blocks(work) * profile.block_seconds, sum(nbytes for nbytes, _ in work.stages) or 1
     each, spread = profile.block_seconds, computing - blocks
     stages = [
         Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages
     ]
     beside = profile.beside_cached if work.is_cached else profile.beside_disk
-    return pass_seconds(stages, work.buffer, work.streamed / moving, beside)
+    return pass_seconds(stages, work.buffer, work.streamed / moving, beside) + waiting
 
 
 def _blocks(work: Work) -> int:
@@ -189,7 +195,7 @@ def _product_seconds(
 
 def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
     """Returns (change, prediction with it) of each single change that helps, best first."""
-    resident = replace(work, streamed=0, copied=0, stages=())
+    resident = replace(work, streamed=0, copied=0, stages=(), on_demand=0)
     changes = {
         "memory for all weights where they compute": (resident, profile),
         "a disk twice as fast": (work, replace(profile, disk=profile.disk * 2)),

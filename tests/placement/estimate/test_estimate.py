@@ -72,6 +72,9 @@ def test_of_experts_a_step_moves_those_that_are_routed_to():
     missed = offloaded - one.budget.expert_caches["cpu"]  # a cache hits the share that it holds
     assert 0 < one.work.streamed == missed // 4 < offloaded // 4
     assert many.work.streamed == offloaded  # which all experts pass through
+    assert (one.work.on_demand, many.work.on_demand) == (one.work.streamed, many.work.streamed)
+    computing = sum(one.prediction.terms[name] for name in ("weights", "cache", "layers"))
+    assert one.prediction.step_seconds == computing + one.prediction.terms["disk"]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,16 @@ def test_the_disk_decides_where_it_takes_longer():
     }
 
 
+def test_reads_of_routed_experts_add_to_computing_and_those_of_units_overlap():
+    assert predict(replace(WORK, on_demand=500_000_000), PROFILE).step_seconds == pytest.approx(0.7 + 0.5)
+    assert predict(replace(WORK, on_demand=200_000_000), PROFILE).step_seconds == pytest.approx(0.7 + 0.2)
+    stages = ((500_000_000, 0),) * 2
+    staged = replace(WORK, on_demand=500_000_000, stages=stages)
+    assert predict(staged, PROFILE).step_seconds == pytest.approx(0.7 + 0.5)
+    found = predict(replace(staged, is_cached=True), PROFILE)
+    assert found.step_seconds == pytest.approx(0.7 + 0.125)  # of the page cache
+
+
 def test_an_accelerator_computes_at_the_rate_of_its_memory():
     on_device = replace(WORK, is_on_cpu=False, streamed=0, copied=500_000_000)
     found = predict(on_device, replace(PROFILE, layer_seconds=0.0, device_memory=20e9))
