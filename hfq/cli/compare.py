@@ -24,9 +24,10 @@ _MOST_ROWS = 40
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help="Folder or Hub id of a checkpoint.")],
+    first: Annotated[str, typer.Argument(metavar="A", help="Folder, GGUF file, or Hub id of a checkpoint.")],
     second: Annotated[
-        str, typer.Argument(metavar="B", help="Folder or Hub id of another checkpoint, or A again.")
+        str,
+        typer.Argument(metavar="B", help="Folder, GGUF file, or Hub id of another checkpoint, or A again."),
     ],
     revision_a: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of A on the Hub.")

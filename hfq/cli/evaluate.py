@@ -42,7 +42,9 @@ _NOTE = (
 
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL...", help="Folders or Hub ids of checkpoints, each with a tokenizer."),
+    typer.Argument(
+        metavar="MODEL...", help="Folders, GGUF files, or Hub ids of checkpoints, each with a tokenizer."
+    ),
 ]
 Text = Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text to measure perplexity on.")]
 Revision = Annotated[

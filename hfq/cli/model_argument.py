@@ -1,4 +1,4 @@
-"""The MODEL argument of every verb: a folder, or the id of a model on the Hub."""
+"""The MODEL argument of every verb: a folder, a GGUF file, or the id of a model on the Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Model", "Out", "Revision", "TrustRemoteCode", "model_folder", "model_headers"]
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id of the checkpoint.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, or Hub id of the checkpoint.")
+]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder to create; it must be absent or empty.")]
 Revision = Annotated[
     str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of MODEL on the Hub.")

@@ -22,7 +22,9 @@ def _option(text: str, panel: str, metavar: str | None = None, least: int | None
     return typer.Option(help=text, rich_help_panel=panel, metavar=metavar, min=least)
 
 
-Source = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder or Hub id of the checkpoint.")]
+Source = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Folder, GGUF file, or Hub id of the checkpoint.")
+]
 Gpu = Annotated[
     list[str] | None,
     _option("Accelerator memory: 24GiB, 24GiB×2, or a catalog name; repeatable.", _MACHINE, metavar="SIZE"),
