@@ -72,6 +72,7 @@ class Gptq(GptqShards, GptqOrder):
         needs_g_idx: True if the config says `desc_act`, so that the groups are unknown without `g_idx`.
         is_planar: True if codes and zero points are in bit planes (`gptq_p`).
         act_order: True if the groups are scattered over the input (`desc_act`); set by `resolve`.
+        stored_groups: The groups of the whole layer, in a slice that holds all scales; None elsewhere.
     """
 
     name = "gptq"
@@ -129,6 +130,7 @@ class Gptq(GptqShards, GptqOrder):
     needs_g_idx: bool = False
     is_planar: bool = False
     act_order: bool = False
+    stored_groups: int | None = None
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Gptq | None:
@@ -173,6 +175,7 @@ class Gptq(GptqShards, GptqOrder):
                 fix="Choose other bits, or add the layer to modules_to_not_convert.",
             )
         groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
+        groups = self.stored_groups or groups
         is_trivial = self.g_idx_length in (None, 0, 1) and not self.needs_g_idx
         if is_trivial and groups > 1 and in_features % self.group_size:
             raise FormatError(

@@ -60,7 +60,8 @@ class GptqShards(Format):
         if g_idx is not None and is_indexed:
             is_scattered = self._is_scattered(infos["g_idx"].name.rpartition(".")[0], g_idx, groups)
             if is_scattered or (groups > 1 and not part.is_aligned(span)):
-                return _replaced(self, act_order=True), {"g_idx": Cut(0, part.start, part.stop)}
+                whole = _replaced(self, act_order=True, stored_groups=groups)
+                return whole, {"g_idx": Cut(0, part.start, part.stop)}
         if groups == 1:
             return self, {}
         _check_aligned(self, part, span, f"groups of {span} channels")

@@ -104,6 +104,17 @@ def test_groups_that_act_order_scatters_are_read_through_the_index(axis, world, 
     check(Gptq(group_size=64, g_idx_length=IN, needs_g_idx=True), tensors, axis, world)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_slice_within_a_group_is_described_as_it_is_held(world, weight):
+    tensors = Gptq(group_size=128, g_idx_length=IN).quantize(weight)
+    part, infos = rank_slice("in", IN, 1, world), described("m", tensors)
+    found, _ = Gptq(group_size=128, g_idx_length=IN).shard(part, infos, {"g_idx": tensors["g_idx"]})
+    specs = {spec.name: spec.shape for spec in found.tensor_specs(IN // world, OUT)}
+    assert specs["scales"] == tensors["scales"].shape
+    assert specs["qzeros"] == tensors["qzeros"].shape
+    assert specs["g_idx"] == (IN // world,)
+
+
 def test_a_slice_of_whole_groups_holds_its_own_scales_and_no_index(weight):
     tensors = Gptq(group_size=64, g_idx_length=IN).quantize(weight)
     part = rank_slice("in", IN, 1, 2)
