@@ -10,8 +10,8 @@ import contextlib
 import gc
 import io
 import json
+import os
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -61,11 +61,13 @@ class LargeWorker:
 
 def _measured(work: Callable[[], object]) -> dict:
     reset_peak()
-    before, started = memory(), time.process_time()
+    before, started = memory(), os.times()
     work()
-    seconds, after = time.process_time() - started, memory()
+    ended, after = os.times(), memory()
     grown = {"grown": after["anonymous"] - before["anonymous"]} if "anonymous" in after else {}
-    return {"cpu_seconds": seconds, **grown, **{key: after[key] for key in ("peak_rss",) if key in after}}
+    system = ended.system - started.system
+    seconds = {"cpu_seconds": ended.user - started.user + system, "system_seconds": system}
+    return {**seconds, **grown, **{key: after[key] for key in ("peak_rss",) if key in after}}
 
 
 def _plan(path: str) -> None:
