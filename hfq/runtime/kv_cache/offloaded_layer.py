@@ -40,6 +40,7 @@ class OffloadedLayer(DynamicLayer):
     codec: KvCodec
     rows: KvRows
     _copy_stream: CopyStream
+    _brought: tuple[torch.Tensor, Any]
 
     def __init__(self, index: int, kind: str, make_rows: MakeRows) -> None:
         super().__init__()
@@ -48,7 +49,6 @@ class OffloadedLayer(DynamicLayer):
         self._length = 0
         self._unwritten: list[tuple[torch.Tensor, Any]] = []
         self._ticket: Ticket | None = None
-        self._brought: tuple[torch.Tensor, Any] | None = None
 
     def restore(self, codec: KvCodec, rows: KvRows) -> None:
         """Sets the rows that an earlier process stored."""
@@ -76,7 +76,8 @@ class OffloadedLayer(DynamicLayer):
         """Writes the rows of new tokens."""
         if self._ticket is not None:
             self._ticket.cancel()
-            self._ticket = self._brought = None
+            self._ticket = None
+            self.__dict__.pop("_brought", None)
         self._write_new()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -180,8 +181,8 @@ class OffloadedLayer(DynamicLayer):
             self._bring()
         else:
             ticket.wait()
-        assert self._brought is not None
-        (memory, mark), self._brought = self._brought, None
+        memory, mark = self._brought
+        del self._brought
         self._copy_stream.compute_after(mark)
         self._copy_stream.record_compute(memory)
         return memory.view(self._length, self.codec.batch, -1)
