@@ -239,7 +239,8 @@ def onload_in_parts(experts, size: int, offloaded) -> list:
         assert layer in here, "its weights are not on the execution device"
         return layer.stored_tensors()
 
-    def onload(routed, use):
+    def onload(routed, use, guess):
+        assert guess is None, "no offloader serves these experts"
         calls.append(routed)
         for first in range(0, len(routed), size):
             here.update(layer for layers in routed[first : first + size] for layer in layers)

@@ -54,7 +54,7 @@ def test_a_rank_whose_folder_holds_nothing_gets_the_headers_of_rank_0(exists, mo
     monkeypatch.setattr(
         scatter.dist,
         "broadcast_object_list",
-        lambda box, src: box.__setitem__(0, scatter._describe(GPTQ, None)),
+        lambda box, src: box.__setitem__(0, scatter._describe(GPTQ, None, None)),
     )
     with scatter.described_folder(folder) as described:
         assert described != folder
