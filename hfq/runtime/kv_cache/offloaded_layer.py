@@ -123,19 +123,17 @@ class OffloadedLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.truncate(0)
-        super().reset()
+        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:  # the final length, up to transformers 5.17
-            self.truncate(min(tokens_to_remove, self._length))
-        elif tokens_to_remove:
-            self.truncate(max(self._length + tokens_to_remove, 0))
+        count = int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        self.truncate(count if count > 0 else self._length + count)  # up to 5.17, a final length may be given
 
     def truncate(self, length: int) -> None:
         """Forgets all tokens but the first ones."""
         if length < self._length:
             self.flush()
-            self.rows.count = self._length = length
+            self.rows.count = self._length = max(length, 0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx.cpu())
