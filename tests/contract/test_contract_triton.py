@@ -10,10 +10,9 @@ pytest.importorskip("triton")
 from hfq.formats import Format
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.kernels.cuda import triton_linear
-from hfq.kernels.cuda.layers.descriptions import reason_against
 from hfq.tensor_spec import TensorSpec
 from tests.contract.test_contract_format import IN, MODULE, OUT
-from tests.support.triton_device import DEVICE
+from tests.support.triton_device import DEVICE, skip_without_codec
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 COUNTS = (1, 3, 4, 16, 17, 64, 65)
@@ -22,8 +21,8 @@ COUNTS = (1, 3, 4, 16, 17, 64, 65)
 @pytest.fixture(scope="module")
 def exact(case, detected):
     """The layer with random codes, and scales and zero points whose products have exact sums."""
-    skip_without_codec(detected)
     weight_format, tensors = detected[MODULE]
+    skip_without_codec(weight_format)
     if getattr(weight_format, "nested_offset", 0.0):
         weight_format = dataclasses.replace(weight_format, nested_offset=0.0)
     generator = torch.Generator().manual_seed(7)
@@ -34,12 +33,6 @@ def exact(case, detected):
     if getattr(weight_format, "multiplier", 1.0) != 1.0:
         made[weight_format.scale] = torch.full_like(tensors[weight_format.scale], 127.0)
     return weight_format, on_device(without_nan(weight_format, made))
-
-
-def skip_without_codec(detected: dict) -> None:
-    weight_format, _ = detected[MODULE]
-    if weight_format.name == "gptqmodel-gguf":
-        pytest.skip(f"{reason_against(weight_format)}; it computes by panels")
 
 
 def on_device(tensors: dict) -> dict:
@@ -88,7 +81,7 @@ def test_products_of_integers_are_exact(exact, dtype):
 
 def test_random_products_are_within_rounding_of_the_exact_ones(detected):
     """1e-6 of the norm: sums of 256 terms in float32."""
-    skip_without_codec(detected)
+    skip_without_codec(detected[MODULE][0])
     weight_format, tensors = detected[MODULE][0], on_device(detected[MODULE][1])
     weight = weight_format.dequantize(tensors).double()
     for count in COUNTS:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hfq.formats import Format
+from hfq.kernels.cuda.layers.descriptions import reason_against
 from tests.support.kernel_layers import CASES
 
-__all__ = ["DEVICE", "made", "random_rows"]
+__all__ = ["DEVICE", "made", "random_rows", "skip_without_codec"]
 
+WITHOUT_CODEC = ("gguf", "gptqmodel-gguf", "qmoe")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -16,6 +19,14 @@ def made(name: str) -> tuple[Format, dict[str, torch.Tensor]]:
     """Returns a case's format, and its tensors on the device."""
     weight_format, tensors = CASES[name].make()
     return weight_format, {local: tensor.to(DEVICE) for local, tensor in tensors.items()}
+
+
+def skip_without_codec(weight_format: Format) -> None:
+    """Skips a test of a format that has no Triton kernels, whose reason is named."""
+    if weight_format.name in WITHOUT_CODEC:
+        reason = reason_against(weight_format)
+        assert reason == f"it does not read {weight_format.name}"
+        pytest.skip(f"{reason}; it computes by panels")
 
 
 def random_rows(count: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.kernel_layers import CASES
-from tests.support.triton_device import DEVICE, made, random_rows
+from tests.support.triton_device import DEVICE, made, random_rows, skip_without_codec
 
 pytest.importorskip("triton")
 
@@ -32,6 +32,7 @@ def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_is_multiplied(name):
     weight_format, tensors = made(name)
+    skip_without_codec(weight_format)
     in_features = weight_format.shape(tensors)[1]
     for dtype, count in ((torch.float32, 3), (torch.bfloat16, 1), (torch.float16, 17)):
         activations = random_rows(count, in_features, dtype)
