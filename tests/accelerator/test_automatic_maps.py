@@ -70,7 +70,9 @@ def is_offloaded(budget, name):
     return budget.devices[name] in ("cpu", "disk")
 
 
-@pytest.mark.parametrize("share", [0.45, 0.55, 0.7, 0.85, 1.3])
+@pytest.mark.parametrize(
+    "share", [0.45, 0.7, 1.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.55, 0.85))]
+)
 @pytest.mark.parametrize("cpu", [0.4, 2], ids=["cpu and disk", "cpu"])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("strategy", ["auto", "balanced_low_0", "sequential"])

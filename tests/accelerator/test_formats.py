@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
+from hfq.modules.quantized_module import QuantizedModule
 from tests.contract.cases import CASES
 from tests.support import tiny_models
 from tests.support.models import logits
@@ -51,6 +52,9 @@ def test_every_format_gives_the_bits_of_the_cpu(checkpoint, resident):
 
 
 def test_no_format_copies_a_constant_in_every_pass(sim, resident):
+    formats = [each.weight_format for each in resident.modules() if isinstance(each, QuantizedModule)]
+    if not all(each.has_fixed_size for each in formats):
+        pytest.skip("the host reads the lengths of rows, which depend on their values")
     tokens = TOKENS.to("sim:0")
     sim.take_counts()
     logits(resident, tokens)

@@ -84,7 +84,7 @@ def test_random_products_are_within_rounding_of_the_exact_ones(detected):
     skip_without_codec(detected[MODULE][0])
     weight_format, tensors = detected[MODULE][0], on_device(detected[MODULE][1])
     weight = weight_format.dequantize(tensors).double()
-    for count in COUNTS:
+    for count in (3, 17, 65):  # one of each kernel
         rows = torch.randn(count, IN, generator=torch.Generator().manual_seed(count)).to(DEVICE)
         expected = rows.double() @ weight.t()
         found = triton_linear.linear(rows, tensors, weight_format).double()
