@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile eve
 
 .SILENT:  # each verb says in words what it does
 
-.PHONY: demo test check docs site bench bench-fms tables gpu fuzz stress interop clean
+.PHONY: demo test check docs site bench bench-fms tables gpu fuzz exhaustive stress interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	echo "Making the environment $(VENV) and installing hfq and its dependencies (minutes)"
@@ -70,6 +70,13 @@ fuzz: $(VENV)/.installed  ## compare the header readers with safetensors, ggml a
 	echo "Comparing hfq's reader of GGUF with ggml and gguf on 500,000 mutated headers (10 minutes)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c tests/interop/requirements.txt libggml-python
 	PYTHONPATH=. $(BIN)/python tests/programs/fuzz_gguf_headers.py
+
+exhaustive: $(VENV)/.installed  ## run the tests of many alike cases that .ci/run leaves out (about 20 minutes)
+	echo "Running all cases of the accelerator suite, of compilers, and of kernels for other processors"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[compiler]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'exhaustive and not gpu and not peers' tests/kernels tests/regressions
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'accelerator and slow' tests/accelerator
+	if test -x .venv-triton/bin/python; then .venv-triton/bin/python -m pytest -n 2 -m 'every_dialect and not gpu' tests/contract/test_contract_triton.py; fi
 
 stress: $(VENV)/.installed  ## load in many processes, kill saves and quantizations, count descriptors; writes the table of SECURITY.md
 	echo "Loading, killing and counting (about 10 minutes); the table goes to SECURITY.md"

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.modules.quantized_module import QuantizedModule
-from tests.contract.cases import CASES
+from tests.contract.cases import CASES, REPRESENTATIVES
 from tests.support import tiny_models
 from tests.support.models import logits
 
@@ -15,7 +15,13 @@ pytestmark = pytest.mark.accelerator
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.id, scope="module")
+@pytest.fixture(
+    params=[
+        pytest.param(case, id=case.id, marks=() if case.id in REPRESENTATIVES else pytest.mark.slow)
+        for case in CASES
+    ],
+    scope="module",
+)
 def checkpoint(request, tmp_path_factory):
     """Returns the folder of a model of two layers in one format."""
     case = request.param

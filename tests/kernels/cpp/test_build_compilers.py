@@ -56,7 +56,7 @@ def zig():
         yield words
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_packages_compiler_makes_the_same_of_it(zig, compiled):
     other = library.load(building.build())
     assert detected(other) == detected(compiled)

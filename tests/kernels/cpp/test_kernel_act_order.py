@@ -90,8 +90,13 @@ def test_each_bit_is_that_of_the_layer_in_order(native, size, short, level):
     compare(size)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("short", [0, 1, 2])
+@pytest.mark.parametrize(
+    "short",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2)),
+    ],
+)
 def test_the_forms_for_other_processors_do_so_too(emulated, short):
     with library.use(emulated):
         emulated.hfq_use_short(short)
