@@ -75,7 +75,9 @@ def is_offloaded(budget, name):
 )
 @pytest.mark.parametrize("cpu", [0.4, 2], ids=["cpu and disk", "cpu"])
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("strategy", ["auto", "balanced_low_0", "sequential"])
+@pytest.mark.parametrize(
+    "strategy", ["auto", pytest.param("balanced_low_0", marks=pytest.mark.slow), "sequential"]
+)
 def test_an_automatic_map_is_exact_and_within_its_limits(sim, checkpoint, share, cpu, count, strategy):
     path, total, expected = checkpoint
     gc.collect()

@@ -82,7 +82,10 @@ def maps(layers, experts) -> dict[str, dict[str, str]]:
     return found
 
 
-PLACEMENTS = list(maps(["0", "1"], ["experts"]))
+PLACEMENTS = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("1+cpu", "1+disk") else ())
+    for name in maps(["0", "1"], ["experts"])
+]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

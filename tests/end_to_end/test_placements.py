@@ -321,7 +321,13 @@ def test_a_device_of_a_kind_that_torch_does_not_know_is_named():
         assert caught.value.found == "'sim:0'"
 
 
-@pytest.mark.parametrize("device_map", [0, {"": 0}, {"": "cuda:0", "lm_head": "cpu"}, "cuda:0"])
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "cuda:0", "lm_head": "cpu"},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (0, {"": 0}, "cuda:0")),
+    ],
+)
 def test_a_device_that_an_environment_variable_hides_is_named(device_map):
     code = (
         "import ast, sys; from tests.support.models import load; from hfq import PlacementError\n"
