@@ -55,9 +55,8 @@ def test_a_kill_at_any_call_that_changes_the_disk_loses_nothing(tmp_path):
     assert number > 15
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", [1, 4])
 def test_a_whole_run_goes_on_after_a_kill_at_two_of_seven_calls(first, tmp_path):
     done = programs.run(
         "quantize_killed_at_each_call", SOURCE, tmp_path, first, timeout=900, OMP_NUM_THREADS="1"

@@ -81,7 +81,7 @@ VECTORS, TILES = 1, 2
     params=[
         pytest.param(("compiled", TILES), id="tiles"),
         pytest.param(("compiled", VECTORS), id="vectors"),
-        pytest.param(("emulated", TILES), id="emulated tiles", marks=pytest.mark.slow),
+        pytest.param(("emulated", TILES), id="emulated tiles", marks=pytest.mark.exhaustive),
         pytest.param(("emulated", VECTORS), id="emulated vectors", marks=pytest.mark.exhaustive),
     ],
 )
