@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from hfq.modules.experts import MaskedExperts, QuantizedExperts
 from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["GuessCounts", "Lookahead", "attach_lookahead", "token_ids"]
+
+logger = logging.getLogger("hfq")
 
 _ROUTERS = ("gate", "router")
 """Names that transformers gives to the router of a layer."""
@@ -88,8 +91,14 @@ class Lookahead:
             return None
         if any(weight.is_meta for weight in (*router.parameters(), *router.buffers())):
             return None
-        with torch.no_grad():  # past hooks: transformers records what a router returns
-            chosen = _indices(type(router).forward(router, hidden_states))
+        try:
+            with torch.no_grad():  # past hooks: transformers records what a router returns
+                chosen = _indices(type(router).forward(router, hidden_states))
+        except (
+            Exception
+        ) as error:  # the router of custom code may need other inputs; its own call is not affected
+            logger.warning("hfq: %s cannot guess experts ahead: %s", type(router).__name__, error)
+            chosen = None
         self._tells = chosen is not None
         return chosen
 

@@ -141,7 +141,16 @@ class FileRows(KvRows):
     def _read_into(self, target: torch.Tensor, offset: int) -> None:
         memory, done = memoryview(target.numpy()), 0  # type: ignore[arg-type]
         while done < len(memory):
-            count = os.preadv(self._file.fileno(), [memory[done:]], offset + done)
+            try:
+                count = os.preadv(self._file.fileno(), [memory[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    "A file of the KV cache cannot be read.",
+                    file=self._path,
+                    expected=f"{self.nbytes:,} B",
+                    found=error.strerror,
+                    fix="Check the disk. Then make the cache again, which starts with the last save.",
+                ) from error
             if count == 0:
                 raise _too_short(self._path, self.nbytes, offset + done)
             done += count

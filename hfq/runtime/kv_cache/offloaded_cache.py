@@ -70,7 +70,7 @@ class OffloadedCache(DynamicCache):
         identity = identity_of(model)
         super().__init__(config=model.config)
         self.tokens, self._restored = None, set[int]()
-        self._pool = Pool(2)
+        self._pool = Pool(1)
         self._finalizer = weakref.finalize(self, Pool.close, self._pool)
         self._folder = None if folder is None else CacheFolder(Path(folder), identity, kv_cache_dtype)
         for index, layer in enumerate(self.layers):
@@ -78,7 +78,11 @@ class OffloadedCache(DynamicCache):
                 self.layers[index] = OffloadedLayer(index, kv_cache_dtype, self._rows_of(index))
         self._offloaded = [i for i, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)]
         if self._folder is not None:
-            self.tokens = self._folder.restore(self.layers)
+            try:
+                self.tokens = self._folder.restore(self.layers)
+            except BaseException:
+                self.close()
+                raise
             self._restored = set(range(len(self.layers))).difference(self._offloaded)
 
     def __enter__(self) -> OffloadedCache:
@@ -106,6 +110,7 @@ class OffloadedCache(DynamicCache):
                 found="OffloadedCache(model)",
                 fix="Make the cache with a folder.",
             )
+        self._check_lengths()
         self._folder.save(self.layers, tokens)
         self.tokens = None if tokens is None else tokens.cpu()
 
@@ -124,12 +129,13 @@ class OffloadedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._send_restored(layer_idx, key_states.device)
-        layer, following = self.layers[layer_idx], self._following(layer_idx)
-        if isinstance(layer, OffloadedLayer):
-            layer.start(self._pool, key_states.device)
-        if following is not None:
+        if layer_idx == next(iter(self._offloaded), None):
+            self._check_lengths()
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        following = self._following(layer_idx)
+        if following is not None:  # now that the stored rows of this layer are freed
             following.start(self._pool)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return found
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -163,6 +169,21 @@ class OffloadedCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._invalidate()
         super().batch_select_indices(indices)
+
+    def _check_lengths(self) -> None:
+        """Raises an error if an interrupted forward pass added tokens to some of the layers.
+
+        Raises:
+            SetupError: The layers hold different numbers of tokens.
+        """
+        lengths = {self.layers[index].get_seq_length() for index in self._offloaded}
+        if len(lengths) > 1:
+            raise SetupError(
+                "The last forward pass with this KV cache did not end, so that its layers differ.",
+                expected="layers with the same number of tokens",
+                found=f"{min(lengths)} to {max(lengths)} tokens",
+                fix="Call reset(), or make the cache again, which starts with the last save.",
+            )
 
     def _rows_of(self, index: int) -> Any:
         folder = self._folder

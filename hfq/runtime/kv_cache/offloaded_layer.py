@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from hfq.errors import SetupError
+from hfq.errors import HfqError, SetupError
 from hfq.offload.copy_stream import CopyStream, copy_stream_to
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.runtime.kv_cache.kv_codec import KvCodec
@@ -23,8 +23,8 @@ MakeRows = Callable[[KvCodec, CopyStream], KvRows]
 class OffloadedLayer(DynamicLayer):
     """A layer of an `OffloadedCache`.
 
-    A thread reads its rows from `start` on, and `update` waits for them. The rows of new tokens are copied
-    from an accelerator while it computes, and are written before the next read.
+    A thread reads its rows from `start` on, and `update` waits for them, or reads them itself. The rows of
+    new tokens are copied from an accelerator while it computes, and are written before the next read.
 
     Args:
         index: Index of the layer.
@@ -60,15 +60,8 @@ class OffloadedLayer(DynamicLayer):
         """Bytes of all rows."""
         return self._length * self.codec.row_nbytes if self._length else 0
 
-    def start(self, pool: Pool, device: torch.device | None = None) -> None:
-        """Starts to read the rows and to copy them to a device, unless this has started.
-
-        Args:
-            pool: The reader threads.
-            device: The device; None for the one of the last update. Without one, nothing is started.
-        """
-        if device is not None:
-            self._find_stream(device)
+    def start(self, pool: Pool) -> None:
+        """Starts to read the rows, and to copy them to the device of an earlier update."""
         if self._ticket is None and self._length and hasattr(self, "_copy_stream"):
             self._ticket = pool.submit(Ticket([self._bring]))
 
@@ -174,11 +167,15 @@ class OffloadedLayer(DynamicLayer):
         """Waits for the rows: uint8 [tokens, batch, record_nbytes] on the execution device."""
         if not self._length:
             return None
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
+        if self._ticket is None:
             self._bring()
         else:
-            ticket.wait()
+            try:
+                self._ticket.wait()  # an interrupt leaves the ticket to the next call
+            except HfqError:
+                self._ticket = None
+                raise
+            self._ticket = None
         memory, mark = self._brought
         del self._brought
         self._copy_stream.compute_after(mark)

@@ -22,10 +22,12 @@ from hfq.runtime.kv_cache.kv_codec import KvCodec
 from hfq.runtime.kv_cache.kv_rows import FileRows
 from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
 
-__all__ = ["CacheFolder", "identity_of"]
+__all__ = ["CacheFolder", "identity_of", "send"]
 
 _DESCRIPTION = "kv_cache.json"
-_OTHER_LAYERS = "other_layers.pt"
+_OTHER_LAYERS = "other_layers_{}.pt"
+"""File of the layers that are not offloaded, by number of tokens: a description names the one of its save."""
+
 _LOCK = "lock"
 _VERSION = 1
 _SAMPLES = 16
@@ -97,7 +99,7 @@ class CacheFolder:
         self.saved_length = 0
 
     def save(self, layers: Sequence[Any], tokens: torch.Tensor | None) -> None:
-        """Saves all layers; a crash before its end leaves the earlier state or none."""
+        """Saves all layers; a crash before its end leaves the earlier state."""
         description: dict[str, Any] = {"version": _VERSION, "model": self._identity, "kind": self._kind}
         description["layers"], others, length = {}, {}, 0
         for index, layer in enumerate(layers):
@@ -110,9 +112,13 @@ class CacheFolder:
                 description["layers"][index] = {**asdict(layer.codec), "tokens": layer.rows.count}
                 length = length or layer.rows.count
         description["tokens"] = _as_lists(tokens, length)
+        description["others"] = _OTHER_LAYERS.format(length)
         try:
-            _replace(self._root / _OTHER_LAYERS, lambda path: torch.save(others, path))
+            _replace(self._root / description["others"], lambda path: torch.save(others, path))
             _replace(self._root / _DESCRIPTION, lambda path: path.write_text(json.dumps(description)))
+            for former in self._root.glob(_OTHER_LAYERS.format("*")):
+                if former.name != description["others"]:
+                    former.unlink()
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             raise SetupError(
                 "The KV cache could not be saved.",
@@ -139,7 +145,9 @@ class CacheFolder:
                 codec = KvCodec(**fields)
                 layers[index].restore(codec, FileRows(codec.row_nbytes, self.file_of(index), length))
                 self.saved_length = self.saved_length or length
-            others = torch.load(self._root / _OTHER_LAYERS, map_location="cpu", weights_only=True)
+            others = torch.load(
+                self._root / Path(description["others"]).name, map_location="cpu", weights_only=True
+            )
             for index, state in others.items():
                 vars(layers[index]).update(state)
             tokens = description["tokens"]
@@ -190,12 +198,17 @@ def identity_of(model: nn.Module) -> str:
     digest = hashlib.sha256(json.dumps([fields, str(model.dtype)], sort_keys=True, default=str).encode())
     for file in sorted(loading.checkpoint.headers):
         _sample(digest, loading.reader, file)
-    for name, value in model.named_parameters():
-        if ".lora_" in name:
-            digest.update(
-                name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            )
+    for name, module in model.named_modules():
+        for part in getattr(module, "adapter_layer_names", ()):  # of PEFT
+            state = [getattr(module, key, None) for key in ("active_adapters", "disable_adapters", "scaling")]
+            digest.update(repr((name, part, state)).encode())
+            for parameter in getattr(module, part).parameters():
+                digest.update(_bytes_of(parameter))
     return digest.hexdigest()[:32]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _sample(digest: Any, reader: Reader, file: str) -> None:

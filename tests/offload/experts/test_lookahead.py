@@ -1,5 +1,6 @@
 """Tests of reads ahead of the router: what is guessed, what it costs, and that outputs stay the same."""
 
+import logging
 import threading
 
 import pytest
@@ -197,3 +198,26 @@ def test_a_router_that_trains_or_returns_no_indices_guesses_nothing(tmp_path):
     model.train()
     logits(model, IDS)
     assert experts.guesses.made == 0
+
+
+def test_a_router_that_fails_on_a_guess_changes_no_forward_pass(tmp_path, monkeypatch, caplog):
+    path = moe_models.write(moe_models.BY_EXPERT).save(tmp_path / "qwen3")
+    model, experts = offloaded(path)
+    expected, guessed = logits(model, IDS), experts.guesses.made
+    assert guessed > 0
+    router = type(model.model.layers[1].mlp.gate)
+
+    def fails(*_):
+        raise ValueError("a router of custom code")
+
+    for layer in model.model.layers:  # its own calls do not look the method up in the class
+        layer.mlp.gate.forward = layer.mlp.gate.forward
+    monkeypatch.setattr(router, "forward", fails)
+    caplog.set_level("WARNING", "hfq")
+    monkeypatch.setattr(logging.getLogger("hfq"), "propagate", True)
+    for _ in range(2):
+        assert torch.equal(logits(model, IDS), expected)
+    assert experts.guesses.made == guessed
+    assert [record.message for record in caplog.records].count(
+        f"hfq: {router.__name__} cannot guess experts ahead: a router of custom code"
+    ) == 1

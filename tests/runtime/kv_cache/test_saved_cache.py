@@ -111,7 +111,7 @@ def test_one_cache_uses_a_folder_at_a_time(model, saved):
     hfq.OffloadedCache(model, saved).close()
 
 
-@pytest.mark.parametrize("file", ["kv_cache.json", "layer_00001.kv", "other_layers.pt"])
+@pytest.mark.parametrize("file", ["kv_cache.json", "layer_00001.kv", "other_layers_22.pt"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "garbage"])
 def test_a_damaged_folder_is_refused_before_a_token_is_computed(model, saved, file, damage):
     path = saved / file
@@ -122,9 +122,10 @@ def test_a_damaged_folder_is_refused_before_a_token_is_computed(model, saved, fi
     if (file, damage) == ("kv_cache.json", "missing"):
         assert hfq.OffloadedCache(model, saved).get_seq_length() == 0
         return
-    with pytest.raises(CheckpointError) as caught:
-        hfq.OffloadedCache(model, saved)
-    assert "Fix: Delete the folder" in str(caught.value)
+    for _ in range(2):  # an error releases the folder
+        with pytest.raises(CheckpointError) as caught:
+            hfq.OffloadedCache(model, saved)
+        assert "Fix: Delete the folder" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,45 @@ def test_a_changed_description_is_refused(model, saved, field, value):
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(HfqError):
         hfq.OffloadedCache(model, saved)
+
+
+@pytest.mark.parametrize("name", ["other_layers_31.pt", "kv_cache.json"])
+def test_a_save_that_is_killed_leaves_the_earlier_one(model, saved, name, monkeypatch):
+    replace = os.replace
+
+    def killed(source, target):
+        if Path(target).name == name:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with hfq.OffloadedCache(model, saved) as cache:
+        tokens = generate(model, cache, cache.tokens, 9)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", killed)
+            cache.save(tokens)
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 22
+        assert torch.equal(generate(model, cache, cache.tokens, 9), tokens)
+        cache.save(tokens)
+    assert len(list(saved.glob("other_layers_*"))) == 1
+
+
+@pytest.mark.parametrize("change", ["another adapter", "another scale", "no adapter"])
+def test_a_changed_adapter_is_refused(tmp_path, change):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(load(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    hfq.OffloadedCache(adapted, tmp_path).save()
+    hfq.OffloadedCache(adapted, tmp_path).close()
+    for name, parameter in adapted.named_parameters():
+        if change == "another adapter" and "lora_B" in name:
+            torch.nn.init.ones_(parameter)
+    for module in adapted.modules():
+        if change == "another scale" and isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["default"] *= 2
+    other = load() if change == "no adapter" else adapted
+    with pytest.raises(SetupError, match="another model or kind"):
+        hfq.OffloadedCache(other, tmp_path)
 
 
 def test_too_few_tokens_are_refused(model, saved):
