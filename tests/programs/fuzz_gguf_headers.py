@@ -11,7 +11,6 @@ import importlib.util
 import re
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -19,10 +18,10 @@ from random import Random
 from hfq import HfqError
 from hfq.checkpoint.gguf.header import GgufArray, GgufHeader, read_gguf_header
 from tests.support import ggml_library
+from tests.support.fuzz_runs import print_outcomes, run_seeds
 from tests.support.gguf_files import IDS
 from tests.support.gguf_mutations import MUTATIONS, mutated
 
-PER_SEED = 10_000
 MEMORY = Path("/dev/shm")
 """A folder in memory, in which files are written much faster than on a disk."""
 HAS_GGML, HAS_GGUF = ggml_library.is_installed(), importlib.util.find_spec("gguf") is not None
@@ -92,31 +91,19 @@ def main() -> None:
     parser.add_argument("count", type=int, nargs="?", default=500_000, help="number of files")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     arguments = parser.parse_args()
-    seen, stricter, wrong = Counter(), Counter(), Counter()
-    seeds = range(arguments.seed, arguments.seed + -(-arguments.count // PER_SEED))
+    seen, stricter = Counter(), Counter()
     print(f"ggml {'is' if HAS_GGML else 'is not'} compared, gguf {'is' if HAS_GGUF else 'is not'} compared")
-    started, left = time.monotonic(), arguments.count
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         path = Path(folder, "x.gguf")
-        for seed in seeds:
-            random = Random(seed)
-            for _ in range(min(PER_SEED, left)):
-                file = mutated(random, random.choices(MUTATIONS, k=random.randint(1, 3)))
-                path.write_bytes(file)
-                fault = compare(path, seen, stricter)
-                if fault is not None:
-                    wrong[fault.partition(":")[0]] += 1
-                    print(f"seed {seed}: {fault}\n  {file!r}")
-            left -= PER_SEED
-    print(
-        f"{arguments.count:,} files, seeds {seeds[0]} to {seeds[-1]}, {time.monotonic() - started:.0f} s\n\n"
-        "| outcome | files |\n|---|---|"
-    )
-    for outcome in [*seen, *sorted({"accepted by hfq alone", *wrong})]:
-        print(f"| {outcome} | {seen[outcome] or wrong[outcome]:,} |")
-    print("\n| why hfq alone refuses | files |\n|---|---|")
-    for reason, count in stricter.most_common():
-        print(f"| {reason} | {count:,} |")
+
+        def attempt(random: Random) -> tuple[bytes, str | None]:
+            file = mutated(random, random.choices(MUTATIONS, k=random.randint(1, 3)))
+            path.write_bytes(file)
+            return file, compare(path, seen, stricter)
+
+        wrong, about = run_seeds(arguments.count, arguments.seed, attempt)
+    print(f"{arguments.count:,} files, {about}\n")
+    print_outcomes("files", seen, wrong, ["accepted by hfq alone"], stricter)
     sys.exit(1 if wrong else 0)
 
 

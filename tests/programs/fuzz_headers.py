@@ -11,7 +11,6 @@ import argparse
 import io
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -20,6 +19,7 @@ import safetensors
 
 from hfq import HfqError
 from hfq.checkpoint.header import Header, parse_header, read_raw
+from tests.support.fuzz_runs import print_outcomes, run_seeds
 from tests.support.header_mutations import (
     MUTATIONS,
     as_file,
@@ -29,7 +29,6 @@ from tests.support.header_mutations import (
     serialised,
 )
 
-PER_SEED = 10_000
 BY_FILE = 100
 """Every so many headers that both accept are also read from a file, with their metadata."""
 
@@ -95,31 +94,16 @@ def main() -> None:
     parser.add_argument("count", type=int, nargs="?", default=1_000_000, help="number of headers")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     arguments = parser.parse_args()
-    seen, stricter, wrong = Counter(), Counter(), Counter()
-    seeds = range(arguments.seed, arguments.seed + -(-arguments.count // PER_SEED))
-    started, left = time.monotonic(), arguments.count
+    seen, stricter = Counter(), Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for seed in seeds:
-            random = Random(seed)
-            for _ in range(min(PER_SEED, left)):
-                file = make_file(random)
-                fault = compare(file, Path(folder, "x.safetensors"), seen, stricter)
-                if fault is not None:
-                    wrong[fault.partition(":")[0]] += 1
-                    print(f"seed {seed}: {fault}\n  {file!r}")
-            left -= PER_SEED
-    print(
-        f"{arguments.count:,} headers, seeds {seeds[0]} to {seeds[-1]}, "
-        f"{time.monotonic() - started:.0f} s, safetensors {safetensors.__version__}\n"
-    )
-    print("| outcome | headers |\n|---|---|")
-    for outcome, count in seen.items():
-        print(f"| {outcome} | {count:,} |")
-    for outcome in sorted({"accepted by hfq alone", "read differently", *wrong}):
-        print(f"| {outcome} | {wrong[outcome]:,} |")
-    print("\n| why hfq alone refuses | headers |\n|---|---|")
-    for reason, count in stricter.most_common():
-        print(f"| {reason} | {count:,} |")
+
+        def attempt(random: Random) -> tuple[bytes, str | None]:
+            file = make_file(random)
+            return file, compare(file, Path(folder, "x.safetensors"), seen, stricter)
+
+        wrong, about = run_seeds(arguments.count, arguments.seed, attempt)
+    print(f"{arguments.count:,} headers, {about}, safetensors {safetensors.__version__}\n")
+    print_outcomes("headers", seen, wrong, ["accepted by hfq alone", "read differently"], stricter)
     sys.exit(1 if wrong else 0)
 
 
