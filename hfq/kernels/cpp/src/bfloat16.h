@@ -38,6 +38,7 @@ const int64_t MOST_DEPTH = 256;   // the most channels that are unpacked togethe
 const int64_t ROWS_AHEAD = 8;     // rows of codes from those being unpacked to those prefetched
 const int64_t PIECE = 128;        // the most channels that a tile sums before the sums are scaled
 const int64_t MOST_SCALES = 512;  // the most groups per row
+const int64_t MOST_PARTS = 16;    // the most scales and minima of a step of a row of ggml's blocks
 
 // Scratch of each thread.
 struct TileScratch {
@@ -105,11 +106,22 @@ inline int64_t row_groups(const Layer &layer) {
     return (layer.in_features + layer.block_in - 1) / layer.block_in;
 }
 
+// True if ggml's blocks have codes that are multiplied by one scale per part.
+inline bool has_parts(const Layer &layer) {
+    return layer.kind == BLOCKS && layer.block_type != Q4_1 && layer.block_type != Q5_1;
+}
+
+// True if a minimum is subtracted from each part of 32 channels of ggml's blocks.
+inline bool has_least(const Layer &layer) {
+    return layer.kind == BLOCKS && (layer.block_type == Q4_K || layer.block_type == Q5_K);
+}
+
 // True if a layer's codes can be unpacked to tiles: groups are not scattered, and end with a tile.
 bool reads(const Layer &layer) {
     const bool is_single = layer.block_in >= layer.in_features;
-    if (layer.index_nbytes || layer.kind == QUADS || layer.kind == BLOCKS) return false;
-    if (folds(layer)) return true;
+    if (layer.index_nbytes || layer.kind == QUADS) return false;
+    if (folds(layer) || has_parts(layer)) return true;
+    if (layer.kind == BLOCKS) return false;
     // otherwise, no step ends with a group
     if (!is_single && layer.block_in % PIECE && layer.block_in > MOST_DEPTH) return false;
     if (has_columns(layer)) return is_single || layer.block_in % CHANNELS == 0;
@@ -134,8 +146,7 @@ void find_order(const Layer &layer, int16_t *order) {
             order[i] = (int16_t)(place / 8 * 16 + place % 8 + tile / 4);
         else if (layer.kind == NIBBLES)
             order[i] = (int16_t)(2 * place + ((tile != 0) != (layer.high_first != 0)));
-        else if (layer.kind == INT8) order[i] = (int16_t)i;
-        else if (layer.kind == AWQ) order[i] = (int16_t)i;
+        else if (layer.kind == INT8 || layer.kind == BLOCKS || layer.kind == AWQ) order[i] = (int16_t)i;
         else if (bits == 3) order[i] = (int16_t)(tile + row + 16 * second);
         else
             order[i] =
@@ -145,6 +156,7 @@ void find_order(const Layer &layer, int16_t *order) {
 
 #include "bfloat16_activations.h"
 #include "bfloat16_weights.h"
+#include "block_codes.h"
 #include "bfloat16_flow.h"
 #include "bfloat16_matmul.h"
 
@@ -152,6 +164,7 @@ void find_order(const Layer &layer, int16_t *order) {
 }  // namespace
 
 #include "bfloat16_dots.h"
+#include "block_dots.h"
 
 #if defined(HFQ_AMX)
 #ifdef __clang__

@@ -18,6 +18,7 @@ struct Packing {
     bool halved;                    // true: tiles have fours of channels, for sums in two lanes
     char *out;                      // address of the packed activations, bfloat16
     float *factors;                 // two per packed row, which undo the normalization
+    float *sums;                    // negative sums of rows (sum_parts_of), or null
     alignas(64) int16_t order[64];  // order of 64 channels (find_order)
 };
 
@@ -167,6 +168,30 @@ void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) 
     }
 }
 
+// Floats of the sums of rows' parts.
+inline int64_t sum_floats(const Layer &layer, int64_t rows) {
+    return has_least(layer) ? up(rows, BLOCK) * layer.in_features / 16 : 0;
+}
+
+// Writes the negative sums of a row's parts of 32 channels, normalized by `by`: of separate rows, per 256
+// channels, eight zeros and eight sums; otherwise [block of 16 rows][part][row].
+inline void sum_parts_of(const Packing &to, int64_t row, const char *x, const float *by) {
+    const int64_t parts = to.layer->in_features / 32;
+    for (int64_t part = 0; part < parts; part++) {
+        float sums[16] = {}, sum = 0;
+        for (int64_t i = 0; i < 32; i++)
+            sums[i % 16] += as_float((uint32_t)load16(x + 2 * (32 * part + i)) << 16);
+        for (float piece : sums) sum += piece;
+        sum = -sum * by[0] * by[1];
+        if (to.apart) {
+            float *block = to.sums + row * parts * 2 + part / 8 * 16;
+            block[part % 8] = 0, block[8 + part % 8] = sum;
+        } else {
+            to.sums[(row / BLOCK * parts + part) * BLOCK + row % BLOCK] = sum;
+        }
+    }
+}
+
 // Packs one block of rows.
 void pack_block(const void *context, int64_t block, float *scratch) {
     const Packing &to = *(const Packing *)context;
@@ -179,6 +204,8 @@ void pack_block(const void *context, int64_t block, float *scratch) {
     float by[BLOCK][2];
     for (int64_t m = 0; m < count; m++)
         normalize(x + 2 * m * stride, size, by[m], to.factors + 2 * (first + m));
+    for (int64_t m = 0; m < count && to.sums; m++)
+        sum_parts_of(to, first + m, x + 2 * m * stride, by[m]);
     for (int64_t k = 0; k < size; k += 64) {
         char *outs[2];
         for (int t = 0; t < 2; t++)

@@ -5,6 +5,7 @@ struct Job {
     const Layer *layer;    // right factor
     const char *x;         // address of the packed activations, bfloat16
     const float *factors;  // two per packed row, factors of its results
+    const float *sums;     // of activations, for blocks with minima (block_dots.h); or null
     int64_t rows;          // packed rows: two per row of float16
     int64_t depth;         // channels that are unpacked together
     int64_t lead;          // bytes from the codes being read to those prefetched
@@ -57,6 +58,7 @@ struct Factor {
 // Pipeline of sums in tiles. Sums are stored when the next ones start, and added to totals when the next ones
 // are stored. Tiles therefore multiply while codes are unpacked and sums are added.
 template <bool LEFT> struct TileFlow {
+    static const bool IS_TILED = true;
     const bool divides;   // true: sums are divided by their scales
     float (*sums)[256];   // stored sums of up to four tiles, 256 float32 each
     amx::Tiles tiles;     // configures the tiles of this thread
@@ -112,6 +114,7 @@ static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pai
 // multiplied by those of the 16 columns of the right factor. The order of a row's sum does not depend on the
 // other rows.
 template <bool LEFT> struct VectorFlow {
+    static const bool IS_TILED = false;
     const bool divides;  // true: sums are divided by their scales
     const bool halved;   // true: a row's sums use two lanes
     VectorFlow(const Job &job, TileScratch &) : divides(job.divides), halved(job.halved) {}
@@ -243,6 +246,55 @@ template <bool LEFT> struct VectorFlow {
                              float *totals) {
         multiply(codes, x, count, scales, totals);
         if (other.at) multiply(codes, other, count, scales, totals + 2 * 256);
+    }
+
+    // Adds the products of a part of ggml's blocks of 16 outputs, of `pairs` pairs of channels, to `totals`,
+    // and those of their minima and the sums of the activations.
+    static HFQ_INLINE void dot_part(const char *left, const Factor &x, int64_t pairs, const float *scales,
+                                    const float *least, const float *sums_of_rows, float *totals) {
+#if defined(HFQ_AMX)
+        __m512 sums[16] = {};
+        const char *right = x.at;
+        for (int64_t pair = 0; pair < pairs; pair += 8, left += 32, right += 8 * x.pitch) {
+            HFQ_UNROLL
+            for (int j = 0; j < 8; j++) {
+                const __m512bh columns = (__m512bh)_mm512_loadu_si512(right + j * x.pitch);
+                HFQ_UNROLL
+                for (int i = 0; i < 16; i++) dot_pairs(sums[i], columns, left + 64 * i + 4 * j);
+            }
+        }
+        HFQ_UNROLL
+        for (int i = 0; i < 16; i++) {
+            const __m512 before = _mm512_load_ps(totals + 16 * i);
+            __m512 total = _mm512_fmadd_ps(sums[i], _mm512_set1_ps(scales[i]), before);
+            if (least)
+                total = _mm512_fmadd_ps(_mm512_set1_ps(least[i]), _mm512_loadu_ps(sums_of_rows), total);
+            _mm512_store_ps(totals + 16 * i, total);
+        }
+#else
+        for (int i = 0; i < 16; i++)
+            for (int64_t j = 0; j < x.rows; j++) {
+                float sum = 0;
+                for (int64_t k = 0; k < 2 * pairs; k++)
+                    sum += float_at(left + 64 * i, BF16, k) *
+                           float_at(x.at + k / 2 * x.pitch + 4 * j, BF16, k % 2);
+                totals[16 * i + j] += sum * scales[i] + (least ? least[i] * sums_of_rows[j] : 0);
+            }
+#endif
+    }
+
+    // The same for a pair of outputs and one or two blocks of activations, whose sums are `apart` floats
+    // apart.
+    HFQ_INLINE void multiply_part(const char *codes, Factor x, Factor other, int64_t pairs,
+                                  const float *scales, const float *least, const float *sums, int64_t apart,
+                                  float *totals) {
+        for (int64_t t = 0; t < 2; t++) {
+            const float *own = least ? least + BLOCK * t : nullptr;
+            dot_part(codes + t * amx::TILE, x, pairs, scales + BLOCK * t, own, sums, totals + 256 * t);
+            if (other.at)
+                dot_part(codes + t * amx::TILE, other, pairs, scales + BLOCK * t, own, sums + apart,
+                         totals + 256 * (2 + t));
+        }
     }
 
     void finish() {}

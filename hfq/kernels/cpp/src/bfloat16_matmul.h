@@ -9,7 +9,8 @@ struct Step {
         int64_t first;        // first channel
         int64_t stop;         // channel after the last one
         const float *scales;  // one per output of the pair
-    } pieces[MOST_DEPTH / CHANNELS];  // in the order of channels
+        const float *least;   // minima of ggml's blocks, one per output; or null
+    } pieces[2 * MOST_DEPTH / CHANNELS];  // in the order of channels
     float *totals;  // destination of the sums, 256 float32 per tile
 };
 // Multiplies a step's codes by all activations, block by block, so that totals stay in the cache.
@@ -28,6 +29,16 @@ template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow
                                   rows};
             const Factor second = {other ? other + 2 * start * others : nullptr, LEFT ? 4 * others : 64,
                                    64 * others, others};
+            if constexpr (LEFT && !Flow::IS_TILED)
+                if (job.layer->kind == BLOCKS) {
+                    const int64_t parts = job.layer->in_features / 32,
+                                  part = b * parts + step.pieces[i].first / 32;
+                    const float *sums = step.pieces[i].least ? job.sums + part * BLOCK : nullptr;
+                    flow.multiply_part(step.codes + start / CHANNELS * 2 * amx::TILE + start % CHANNELS * 2,
+                                       first, second, length / 2, step.pieces[i].scales,
+                                       step.pieces[i].least, sums, parts * BLOCK, totals);
+                    continue;
+                }
             const int64_t tiles = up(length, LEFT ? 2 * CHANNELS : CHANNELS) / CHANNELS;
             flow.multiply(step.codes + start / CHANNELS * 2 * amx::TILE, first, second, tiles,
                           step.pieces[i].scales, totals);
@@ -111,6 +122,7 @@ static void find_scales(const Layer &layer, int64_t first, int64_t width, float 
 typedef void (*UnpackRows)(const Layer &, int64_t, int64_t, int64_t, int64_t, int64_t, char *);
 inline UnpackRows row_unpacker(const Layer &layer) {
     if (folds(layer)) return unpack_folded;
+    if (layer.kind == BLOCKS) return block_unpacker(layer).codes;
     switch (layer.kind) {
         case E4M3: return unpack_rows<E4M3>;
         case E5M2: return unpack_rows<E5M2>;
@@ -139,7 +151,16 @@ template <bool LEFT> static void unpack_step(const Job &job, TileScratch &work, 
     if (layer.kind == AWQ && n == 0)
         copy_words(layer, first, width, step.k, stop - step.k, job.lead, work.words);
     if (LEFT) row_unpacker(layer)(layer, first + n, count, step.k, stop - step.k, job.lead, codes);
-    step.count = 0;
+    step.count = 0, step.codes = codes;
+    if (LEFT && layer.kind == BLOCKS) {
+        const BlockUnpacker unpacker = block_unpacker(layer);
+        float *scales = work.scales + slots++ % (MOST_SCALES / MOST_PARTS) * MOST_PARTS * PAIR;
+        unpacker.scales(layer, first + n, count, step.k, stop - step.k, scales);
+        for (int64_t at = step.k; at < stop; at += unpacker.part, step.count++)
+            step.pieces[step.count] = {at, at + unpacker.part, scales + step.count * PAIR,
+                                       has_least(layer) ? scales + (8 + step.count) * PAIR : nullptr};
+        return;
+    }
     for (int64_t at = step.k, end; at < stop; at = end) {
         const int64_t group = at / size;
         end = least(least(stop, (group + 1) * size), at + PIECE);
@@ -157,9 +178,8 @@ template <bool LEFT> static void unpack_step(const Job &job, TileScratch &work, 
         } else {
             scales = work.scales + (n / PAIR * row_groups(layer) + group) * PAIR;
         }
-        step.pieces[step.count++] = {at, end, scales};
+        step.pieces[step.count++] = {at, end, scales, nullptr};
     }
-    step.codes = codes;
 }
 
 // True if codes of columns are multiplied in the registers that they are unpacked to, for one block of
@@ -332,7 +352,7 @@ static void part_of(const Job &job, int64_t first, int64_t width, float *scratch
     int64_t slots = 0, turn = 0;
     Step steps[2];
     memset(work.totals, 0, sizeof(float) * (up(width, PAIR) / PAIR * each));
-    if (LEFT && !shares_rows(layer) && !folds(layer))
+    if (LEFT && !shares_rows(layer) && !folds(layer) && layer.kind != BLOCKS)
         find_scales(layer, first, width, work.scales, work.zeros);
     for (int64_t k = 0; k < layer.in_features; k += job.depth) {
         if (!stores) dot_step(job, work, first, skipped, width, k);
@@ -382,21 +402,23 @@ void part(const Job &job, int64_t first, int64_t width, float *scratch) {
 // channels are.
 Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_stride, const char *packed,
          const float *factors, int threads, bool by_tiles) {
+    by_tiles &= layer.kind != BLOCKS;  // tiles would be stored after each part
     const bool columns = has_columns(layer), is_few = rows <= 2 * BLOCK;
     const int64_t size = group_size(layer), share = up(layer.out_features / (4 * most(threads, 1)), PAIR);
     int64_t width = is_few && !columns ? PAIR : most(PAIR, least(is_few ? MOST_FEW : MOST_WIDTH, share));
-    if (!columns && !shares_rows(layer) && !folds(layer))
+    if (!columns && !shares_rows(layer) && !folds(layer) && layer.kind != BLOCKS)
         width = most(PAIR, least(width, MOST_SCALES / row_groups(layer) * PAIR));
     // vectors multiply many rows faster if the codes fit into the first-level cache
-    const bool is_deep = is_few ? !by_tiles && !columns : by_tiles;
+    const bool is_deep = layer.kind == BLOCKS || (is_few ? !by_tiles && !columns : by_tiles);
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features
                                                                    ? deep
                                                                    : most(size, deep / size * size);
     const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
+    const bool halved = !by_tiles && !columns && rows <= HALF && layer.kind != BLOCKS;
     // other products read words across cache lines at no cost
     const bool by_lines = layer.kind == GPTQ && rows <= HALF && is_unstored(layer, rows, by_tiles);
     const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
-    return {&layer, packed, factors, rows, depth, lead, outputs, y, y_stride, dtype,
-            layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
+    return {&layer, packed, factors, nullptr, rows, depth, lead, outputs, y, y_stride, dtype,
+            layer.kind <= E5M2 && layer.divides, by_tiles, halved, false};
 }

@@ -251,6 +251,10 @@ void group_part(const void *context, int64_t part, float *scratch) {
     linear_work(*group.args[i].layer)(&group.args[i], part - (i ? group.ends[i - 1] : 0), scratch);
 }
 
+// Threads that each of `count` multiplications is cut for. Of many, each thread takes whole ones, which read
+// long runs of memory.
+int threads_of_each(int64_t count, int threads) { return count >= 4 * threads ? 1 : threads; }
+
 int short_forms = 2;  // best form of products in bfloat16: 0 none, 1 by vectors, 2 by tiles
 
 #if defined(__x86_64__)
@@ -261,6 +265,7 @@ bool uses_tiles() {
 
 // True if dot products of bfloat16 multiply the rows one by one. With tiles, only a single row is.
 bool is_dotted(const Layer &layer, int64_t rows) {
+    if (layer.kind == BLOCKS) return block_dots::reads(layer, rows);
     return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST);
 }
 
@@ -301,18 +306,26 @@ void job_part(const void *context, int64_t part, float *scratch) {
     const bfloat16::Job &job = all.jobs[i];
     const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.outputs.first(own),
                   width = job.outputs.count(own);
-    if (job.apart) bfloat16_dots::part(job, first, width, scratch);
+    if (job.apart && job.layer->kind == BLOCKS) block_dots::part(job, first, width);
+    else if (job.apart) bfloat16_dots::part(job, first, width, scratch);
     else bfloat16::part(job, first, width, scratch);
 }
 
 // Floats of scratch that run_short keeps for a multiplication.
 int64_t short_floats(const Item &item, int32_t dtype) {
-    return up(bfloat16::packed_floats(*item.layer, item.rows * bfloat16::rows_of(dtype)), 16);
+    const int64_t rows = item.rows * bfloat16::rows_of(dtype);
+    return up(bfloat16::packed_floats(*item.layer, rows) + bfloat16::sum_floats(*item.layer, rows), 16);
 }
 
 // Floats of scratch that run_short keeps for the descriptions of `count` multiplications.
 int64_t jobs_floats(int64_t count) {
     return up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
+}
+
+// True if two multiplications pack the same activations alike.
+bool has_same_activations(const Item &a, const Item &b) {
+    return a.x == b.x && a.rows == b.rows && is_alike(*a.layer, *b.layer) &&
+           a.layer->block_type == b.layer->block_type;
 }
 
 // Computes several multiplications together. Returns 0, or -3 if memory ran out.
@@ -327,7 +340,7 @@ int run_short(const Item *items, int64_t count, int32_t dtype, int64_t x_stride,
     }
     float *scratch = activation_scratch.get(floats);
     if (!scratch || !own_scratch.get(own)) return -3;
-    const int wanted = worthwhile(threads, products);
+    const int wanted = worthwhile(threads, products), sharing = threads_of_each(count, wanted);
     bfloat16::Job *jobs = (bfloat16::Job *)scratch;
     int64_t *ends = (int64_t *)(jobs + count);
     scratch += jobs_floats(count);
@@ -335,15 +348,24 @@ int run_short(const Item *items, int64_t count, int32_t dtype, int64_t x_stride,
         const Layer &layer = *items[i].layer;
         const int64_t rows = items[i].rows, packed = rows * bfloat16::rows_of(dtype);
         const int64_t size = short_floats(items[i], dtype);
-        float *factors = scratch + size - 2 * packed;
+        float *factors = scratch + size - 2 * packed,
+              *sums = bfloat16::has_least(layer) ? factors - bfloat16::sum_floats(layer, packed) : nullptr;
         jobs[i] = bfloat16::plan(layer, packed, dtype, items[i].y, y_stride, (const char *)scratch, factors,
-                                 wanted, uses_tiles());
+                                 sharing, uses_tiles());
+        jobs[i].sums = sums;
         if (is_dotted(layer, rows))
             jobs[i].apart = true,
-            jobs[i].outputs = cut_outputs(layer, bfloat16_dots::part_width(layer, rows, wanted));
+            jobs[i].outputs = cut_outputs(layer, layer.kind == BLOCKS
+                                                     ? block_dots::part_width(layer, sharing)
+                                                     : bfloat16_dots::part_width(layer, rows, sharing));
+        if (i && has_same_activations(items[i], items[i - 1])) {
+            jobs[i].x = jobs[i - 1].x, jobs[i].factors = jobs[i - 1].factors, jobs[i].sums = jobs[i - 1].sums;
+            ends[i] = parts += jobs[i].outputs.parts;
+            continue;
+        }
         bfloat16::Packing packing = {
             &layer, items[i].x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved,
-            (char *)scratch, factors, {}};
+            (char *)scratch, factors, sums, {}};
         bfloat16::find_order(layer, packing.order);
         run_parts({bfloat16::pack_block, &packing, jobs[i].apart ? packed : bfloat16::blocks(packed), own},
                   threads, rows > MOST_ROWS ? wanted : 1);

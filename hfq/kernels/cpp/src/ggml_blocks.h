@@ -166,7 +166,8 @@ template <> struct Block<Q8_0> {
 // The scales, then the minima, of the eight parts of Q4_K and Q5_K: six bits each, in twelve bytes.
 struct PartScales {
     const char *p;
-    float both[16];
+    vf held[16 / W];             // scales, then minima
+    alignas(64) float both[16];  // the same in memory
     explicit HFQ_INLINE PartScales(const char *from) : p(from) {
         const uint32_t first = load32(p + 4), second = load32(p + 8), third = load32(p + 12);
         const uint32_t packed[4] = {
@@ -176,8 +177,10 @@ struct PartScales {
         vf factors[16 / W];
         for (int i = 0; i < 16; i++) factors[i / W][i % W] = i < 8 ? scale : step;
         HFQ_UNROLL
-        for (int i = 0; i < 16 / W; i++)
-            store(both + i * W, to_float(from_bytes((const char *)packed + i * W)) * factors[i]);
+        for (int i = 0; i < 16 / W; i++) {
+            held[i] = to_float(from_bytes((const char *)packed + i * W)) * factors[i];
+            store(both + i * W, held[i]);
+        }
         keep_in_memory(both);
     }
     HFQ_INLINE float scale_of(int part, int) const { return both[part]; }
@@ -224,10 +227,14 @@ template <> struct Block<Q5_K> : PartScales {
 template <> struct Block<Q6_K> {
     static const int SIZE = 256, NBYTES = 210;
     const char *p;
-    float scales[16];
+    vf held[16 / W];               // scales of halves of parts
+    alignas(64) float scales[16];  // the same in memory
     explicit HFQ_INLINE Block(const char *from) : p(from) {
         HFQ_UNROLL
-        for (int i = 0; i < 16; i += W) store(scales + i, from_int8(p + 192 + i) * all(half_at(p + 208)));
+        for (int i = 0; i < 16 / W; i++) {
+            held[i] = from_int8(p + 192 + i * W) * all(half_at(p + 208));
+            store(scales + i * W, held[i]);
+        }
         keep_in_memory(scales);
     }
     HFQ_INLINE void take_codes(int part, vf *out) const {
@@ -248,10 +255,12 @@ template <> struct Block<Q6_K> {
 template <> struct Block<IQ4_XS> {
     static const int SIZE = 256, NBYTES = 136;
     const char *p;
-    float scales[W];  // of eight parts
+    vf held[1];                   // scales of eight parts
+    alignas(64) float scales[W];  // the same in memory
     explicit HFQ_INLINE Block(const char *from) : p(from) {
         const vu low = shift_in_turn(load32(p + 4), 4) & 15u, high = shift_in_turn(load16(p + 2), 2) & 3u;
-        store(scales, (to_float(low | high << 4) - 32.0f) * all(half_at(p)));
+        held[0] = (to_float(low | high << 4) - 32.0f) * all(half_at(p));
+        store(scales, held[0]);
         keep_in_memory(scales);
     }
     HFQ_INLINE void take(int part, vf *out) const {
@@ -320,7 +329,7 @@ static HFQ_INLINE void dot_block(const char *p, const float *x, const float *sum
     if constexpr (has_least<TYPE>()) {
         HFQ_UNROLL
         for (int i = W == 8 ? 8 : 0; i < 16; i += W)
-            total[4] = fma(load<vf>(block.both + i), load<vf>(sums + i), total[4]);
+            total[4] = fma(block.held[i / W], load<vf>(sums + i), total[4]);
     }
 }
 

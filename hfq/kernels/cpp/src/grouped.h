@@ -38,7 +38,7 @@ int run_long(const Item *items, int64_t count, int64_t floats, int32_t dtype, in
     float *scratch = activation_scratch.get(floats);
     const int64_t own = own_floats(any_sorted(items, count));
     if (!scratch || !own_scratch.get(own)) return -3;
-    const int wanted = worthwhile(threads, products);
+    const int wanted = worthwhile(threads, products), sharing = threads_of_each(count, wanted);
     MatmulArgs *args = (MatmulArgs *)scratch;
     int64_t *ends = (int64_t *)(args + count);
     scratch = (float *)(ends + count);
@@ -49,10 +49,10 @@ int run_long(const Item *items, int64_t count, int64_t floats, int32_t dtype, in
             is_alike(layer, *items[i - 1].layer)) {
             args[i] = args[i - 1];  // the same activations
             args[i].layer = &layer, args[i].y = items[i].y;
-            args[i].outputs = cut_product(layer, rows, wanted, args[i].limbs, args[i].ordered);
+            args[i].outputs = cut_product(layer, rows, sharing, args[i].limbs, args[i].ordered);
         } else {
             args[i] = prepare(layer, items[i].x, dtype, rows, x_stride, items[i].y, dtype, y_stride, scratch,
-                              wanted);
+                              sharing);
             scratch += linear_floats(layer, rows);
         }
         if (has_faulty_rows(args[i])) return -4;
