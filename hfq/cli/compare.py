@@ -7,13 +7,14 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfq.cli.fitting_table import FittingTable, wide_console
+from hfq.cli.fitting_table import FittingTable
 from hfq.cli.model_argument import TrustRemoteCode, model_folder
-from hfq.cli.typed_options import parse_device_map
+from hfq.cli.progress_bar import progress_bar
+from hfq.cli.typed_options import as_typed, parse_device_map
 
 if TYPE_CHECKING:
     from hfq.evaluation.compare import Comparison
@@ -61,17 +62,26 @@ def compare(
     from hfq.evaluation.compare import compare as run
 
     try:
-        parse_device_map(device_map_a, "--device-map-a")
-        parse_device_map(device_map_b, "--device-map-b")
-        folders = model_folder(first, revision_a), model_folder(second, revision_b)
-        found = run(
-            *folders,
-            device_map_a=device_map_a,
-            device_map_b=device_map_b,
-            text=text,
-            logits=logits,
-            trust_remote_code=trust_remote_code,
+        maps = (
+            parse_device_map(device_map_a, "--device-map-a"),
+            parse_device_map(device_map_b, "--device-map-b"),
         )
+        folders = (
+            model_folder(first, revision_a, "--revision-a"),
+            model_folder(second, revision_b, "--revision-b"),
+        )
+        with progress_bar() as bar:
+            models = []
+            for name, folder, device_map in zip("ab", folders, maps, strict=True):
+                bar.update(f"loading {name.upper()}")
+                models.append(_load(folder, device_map, trust_remote_code, f"--device-map-{name}"))
+            found = run(
+                *models,
+                text=text,
+                logits=logits,
+                trust_remote_code=trust_remote_code,
+                on_progress=lambda progress: bar.update(progress.step, progress.done, progress.total),
+            )
     except HfqError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -84,8 +94,21 @@ def compare(
         raise typer.Exit(1)
 
 
+def _load(folder: str, device_map: Any, trust_remote_code: bool, option: str) -> Any:
+    """Loads a model as `hfq.compare` does, with errors that name the option of its device map."""
+    from hfq.errors import HfqError
+    from hfq.evaluation.compare import load_exactly
+
+    try:
+        return load_exactly(folder, device_map, trust_remote_code)
+    except HfqError as error:
+        raise as_typed(error, {"device_map": option}) from error
+
+
 def _print(found: Comparison) -> None:
-    console = wide_console(130)
+    from hfq.cli.console import EscapingConsole
+
+    console = EscapingConsole()
     console.print(f"A: {found.first}\nB: {found.second}\n{found.verdict}")
     console.print(f"{found.identical} of {found.weights} weights have the same bytes")
     if found.differences:

@@ -5,6 +5,7 @@ Escape sequences could rename the terminal or hide text, and bidirectional chara
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console
@@ -13,12 +14,20 @@ from hfq.errors import printable
 
 __all__ = ["EscapingConsole", "escaped"]
 
+_WIDTH = 150
+"""Characters of a line where no terminal sets a width."""
+
 
 class EscapingConsole(Console):
-    """Console that prints markup as it is, and control characters as escapes such as `\\x1b`."""
+    """Console that prints markup as it is, and control characters as escapes such as `\\x1b`.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, highlight=False, **options)
+    A terminal or COLUMNS sets the width. Pipes and files get 150 characters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, highlight=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = _WIDTH
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints objects; text without its control characters other than line ends."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
+from hfq.cli.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -45,13 +46,8 @@ def convert(
 
 
 def _convert(source: Checkpoint, out: str, to: str) -> ConvertReport:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
     from hfq.convert import convert_checkpoint
 
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("convert", total=sum(info.nbytes for info in source.tensors.values()))
-        return convert_checkpoint(source, out, to, lambda nbytes: bar.advance(task, nbytes))
+    total = sum(info.nbytes for info in source.tensors.values())
+    with progress_bar(total, is_bytes=True) as bar:
+        return convert_checkpoint(source, out, to, bar.advance)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfq.cli.fitting_table import FittingTable, wide_console
+from hfq.cli.fitting_table import FittingTable
 from hfq.cli.model_argument import TrustRemoteCode, model_folder
+from hfq.cli.progress_bar import progress_bar
 from hfq.cli.typed_options import check_dtype, parse_device_map
 
 if TYPE_CHECKING:
@@ -96,21 +96,24 @@ def evaluate(
 
     parse_device_map(device_map)
     check_dtype(dtype)
+    if output_dir is not None:
+        output_dir.mkdir(parents=True, exist_ok=True)  # before minutes of forward passes
     folders = [model_folder(model, revision) for model in models]
     names = dict(zip(folders, models, strict=True))
-    known = None if reference is None else model_folder(reference, reference_revision)
-    found = evaluate(
-        folders,
-        text,
-        reference=known,
-        max_seq_length=max_seq_length,
-        stride=stride,
-        batch_size=batch_size,
-        device_map=device_map,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    known = None if reference is None else model_folder(reference, reference_revision, "--reference-revision")
+    with progress_bar(has_lines=True) as bar:
+        found = evaluate(
+            folders,
+            text,
+            reference=known,
+            max_seq_length=max_seq_length,
+            stride=stride,
+            batch_size=batch_size,
+            device_map=device_map,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            on_progress=lambda progress: bar.update(progress.step, progress.done, progress.total),
+        )
     names |= {} if known is None or reference is None else {known: reference}
     rows = [replace(row, path=names.get(row.path, row.path)) for row in found]
     report = _report(rows, text, device_map, dtype)
@@ -181,7 +184,9 @@ def _cells(name: str, row: Quality) -> list[str]:
 
 
 def _print(rows: list[Quality]) -> None:
+    from hfq.cli.console import EscapingConsole
+
     table = FittingTable(*_HEADER, title=f"{rows[0].score.tokens:,} scored tokens")
     for name, row in zip(_names(rows), rows, strict=True):
         table.add_row(*_cells(name, row))
-    wide_console(150).print(table)
+    EscapingConsole().print(table)

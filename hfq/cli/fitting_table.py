@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from hfq.errors import printable
@@ -10,7 +9,7 @@ from hfq.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-__all__ = ["FittingTable", "wide_console"]
+__all__ = ["FittingTable"]
 
 _PADDING = 3  # of one column: two spaces and a border
 
@@ -69,12 +68,3 @@ class FittingTable:
             widths[index] += 1
             free -= 1
         return widths
-
-
-def wide_console(least: int) -> Console:
-    """Returns a console that is at least this wide unless a terminal or COLUMNS sets the width."""
-    from hfq.cli.console import EscapingConsole
-
-    console = EscapingConsole()
-    is_set = console.is_terminal or "COLUMNS" in os.environ
-    return console if is_set else EscapingConsole(width=max(console.width, least))

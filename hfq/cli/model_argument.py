@@ -51,7 +51,7 @@ def model_headers(model: str, revision: str | None = None) -> Iterator[FoundChec
         yield found
 
 
-def model_folder(model: str, revision: str | None = None) -> str:
+def model_folder(model: str, revision: str | None = None, option: str = "--revision") -> str:
     """Returns the folder of a model with its weights.
 
     A model on the Hub is downloaded into the Hub's cache.
@@ -59,6 +59,7 @@ def model_folder(model: str, revision: str | None = None) -> str:
     Args:
         model: Folder or Hub id.
         revision: Branch, tag, or commit on the Hub; None for the default branch.
+        option: Option that holds the revision, for messages.
 
     Raises:
         CheckpointError: The Hub has no such model or revision, or cannot be reached.
@@ -66,31 +67,42 @@ def model_folder(model: str, revision: str | None = None) -> str:
     """
     from hfq.integrations.hub.find import is_hub_id
 
-    _check_revision(model, revision)
+    _check_revision(model, revision, option)
     if not is_hub_id(model):
+        if not os.path.lexists(model):
+            from hfq.checkpoint import Checkpoint
+
+            Checkpoint.open(model)  # raises the error for a path with nothing
         return model
     from hfq.integrations.hub.download import download_checkpoint
 
     return download_checkpoint(model, revision)
 
 
-def _check_revision(model: str, revision: str | None) -> None:
+def _check_revision(model: str, revision: str | None, option: str = "--revision") -> None:
     """Raises an error for a revision that would be ignored or misread."""
     from hfq.errors import SetupError
     from hfq.integrations.hub.find import is_hub_id
 
+    if not model.strip():
+        raise SetupError(
+            "The name of the model is empty.",
+            expected="a folder, or organization/model",
+            found=repr(model),
+            fix="Pass the folder of a checkpoint, or a Hub id such as Qwen/Qwen3-8B-AWQ.",
+        )
     name, at, tag = model.partition("@")
     if at and is_hub_id(name) and not os.path.lexists(model):
         raise SetupError(
             f"{model} is not the id of a model.",
             expected="a folder, or organization/model",
             found=model,
-            fix=f"Pass {name} --revision {tag}.",
+            fix=f"Pass {name} {option} {tag}.",
         )
     if revision is not None and not is_hub_id(model):
         raise SetupError(
-            f"--revision {revision} applies to models on the Hub only.",
+            f"{option} {revision} applies to models on the Hub only.",
             expected="organization/model",
             found=f"the path {model}",
-            fix="Leave out --revision.",
+            fix=f"Leave out {option}.",
         )

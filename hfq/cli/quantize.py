@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hfq.cli.model_argument import Model, Out, Revision, TrustRemoteCode, model_folder
+from hfq.cli.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
@@ -112,7 +111,7 @@ def quantize(
         "distill_steps": distill_steps,
     }
     logging.disable_progress_bar()  # transformers would show the load of a model without weights
-    with _bar() as show:
+    with progress_bar(has_lines=True) as bar:
         report = run(
             model_folder(model, revision),
             Recipe.of(options),
@@ -121,38 +120,10 @@ def quantize(
             num_calibration_samples=num_calibration_samples,
             max_seq_length=max_seq_length,
             modules_to_not_convert=modules_to_not_convert,
-            on_progress=show,
+            on_progress=lambda each: bar.update(_line(each), each.done, each.decoder_layers),
             trust_remote_code=trust_remote_code,
         )
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
-    """Shows progress on standard error: a bar on a terminal, else a line per decoder layer."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(progress: Progress) -> None:
-            if console.is_terminal:
-                bar.update(
-                    task, total=progress.decoder_layers, completed=progress.done, description=_line(progress)
-                )
-            else:
-                console.print(
-                    f"[{progress.done}/{progress.decoder_layers}] {_line(progress)}",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
-
-        yield show
 
 
 def _line(progress: Progress) -> str:

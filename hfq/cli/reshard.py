@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
+from hfq.cli.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -38,13 +39,8 @@ def reshard(
 
 
 def _reshard(source: Checkpoint, out: str) -> ReshardReport:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
     from hfq.checkpoint.reshard import reshard_checkpoint
 
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reshard", total=sum(info.nbytes for info in source.tensors.values()))
-        return reshard_checkpoint(source, out, lambda nbytes: bar.advance(task, nbytes))
+    total = sum(info.nbytes for info in source.tensors.values())
+    with progress_bar(total, is_bytes=True) as bar:
+        return reshard_checkpoint(source, out, bar.advance)

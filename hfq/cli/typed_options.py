@@ -43,7 +43,9 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
-def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
+def as_typed(
+    error: HfqError, options: Mapping[str, str], given: Mapping[str, tuple[str, str]] | None = None
+) -> HfqError:
     """Returns an error that names a verb's options as typed, such as `--bits 5` for `bits=5`.
 
     Texts about the checkpoint's config stay as they are: the config has keys of the same names.
@@ -51,6 +53,7 @@ def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
     Args:
         error: An error with the names of Python's arguments.
         options: {name of the argument: the option}.
+        given: {name of the argument: option and value of the command line}.
     """
 
     def typed(text: Any) -> Any:
@@ -61,7 +64,11 @@ def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
             text = re.sub(rf"\b{name}=\[([^]]*)\]", partial(_repeated, option), text)
             text = re.sub(rf"\b{name}=True\b", option, text)
             text = re.sub(rf"\b{name}=False\b", option.replace("--", "--no-"), text)
-            text = re.sub(rf"\b{name}=(['\"]?)([\w.-]*\w)\1", rf"{option} \2", text)
+            text = re.sub(
+                rf"\b{name}=(['\"]?)([\w.:-]*\w)\1",
+                partial(_value, option, (given or {}).get(name)),
+                text,
+            )
             text = re.sub(rf"`{name}`" if "_" not in name else rf"`?\b{name}\b`?", option, text)
         return text
 
@@ -75,6 +82,15 @@ def as_typed(error: HfqError, options: Mapping[str, str]) -> HfqError:
         found=typed(error.found),
         problems=error.problems,
     )
+
+
+def _value(option: str, given: tuple[str, str] | None, found: re.Match[str]) -> str:
+    """Returns an option with its value; as on the command line if the value is equal."""
+    try:
+        is_given = given is not None and (given[1] == found[2] or float(given[1]) == float(found[2]))
+    except ValueError:
+        is_given = False
+    return " ".join(given) if given is not None and is_given else f"{option} {found[2]}"
 
 
 def _repeated(option: str, found: re.Match[str]) -> str:

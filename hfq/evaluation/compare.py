@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,11 +13,12 @@ import torch
 
 from hfq.evaluation.divergence import score_logits
 from hfq.evaluation.placed_models import load_model
+from hfq.evaluation.progress import Progress
 from hfq.evaluation.text import read_text, tokenize
 from hfq.evaluation.weights import Distance, Unit, Weights, digest, distance
 from hfq.tables import Displayed, Table
 
-__all__ = ["Difference", "LogitDistance", "Comparison", "compare"]
+__all__ = ["Difference", "LogitDistance", "Comparison", "compare", "load_exactly"]
 
 Kind = Literal[
     "other format",
@@ -145,6 +146,7 @@ def compare(
     text: str | os.PathLike | None = None,
     logits: bool = True,
     trust_remote_code: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
     """Compares two checkpoints or placements weight by weight, and by the logits of one prompt.
 
@@ -159,27 +161,42 @@ def compare(
         text: Text file whose first 32 tokens are the prompt. None means fixed random ids.
         logits: True to compare logits, which runs both models once.
         trust_remote_code: True to run Python code that the checkpoints contain.
+        on_progress: Function that is called before each weight, and before the logits.
 
     Raises:
         HfqError: A checkpoint cannot be loaded, or hfq did not load a model.
     """
     models = [
-        source
-        if isinstance(source, torch.nn.Module)
-        else load_model(source, device_map, kernel="reference", trust_remote_code=trust_remote_code)
+        source if isinstance(source, torch.nn.Module) else load_exactly(source, device_map, trust_remote_code)
         for source, device_map in ((first, device_map_a), (second, device_map_b))
     ]
     a, b = (Weights(model) for model in models)
     differences, digests = [], {}
-    for name in {**a.units, **b.units}:
+    report = on_progress or (lambda progress: None)
+    names = list({**a.units, **b.units})
+    for done, name in enumerate(names):
+        report(Progress(name, done, len(names) + logits))
         found, digests[name] = _compare_unit(name, a, b)
         differences += [found] if found is not None else []
+    if logits:
+        report(Progress("logits", len(names), len(names) + 1))
     apart = _logit_distance(models, first, text, trust_remote_code) if logits else None
     numbers = all(each.kind in SAME_NUMBERS for each in differences)
     names = (_name(first), _name(second))
     same = numbers and (apart is None or apart.is_equal)
     count = len(digests)
     return Comparison(*names, same, count, count - len(differences), tuple(differences), apart, digests)
+
+
+def load_exactly(
+    path: str | os.PathLike, device_map: str | dict | None, trust_remote_code: bool = False
+) -> torch.nn.Module:
+    """Loads a model that computes in float32 with the reference kernel.
+
+    Raises:
+        HfqError: The model cannot be loaded.
+    """
+    return load_model(path, device_map, kernel="reference", trust_remote_code=trust_remote_code)
 
 
 def _compare_unit(

@@ -14,6 +14,7 @@ from hfq.errors import SetupError
 from hfq.evaluation.divergence import Score
 from hfq.evaluation.perplexity import score, score_against
 from hfq.evaluation.placed_models import ModelSize, load_model, text_config
+from hfq.evaluation.progress import Progress
 from hfq.evaluation.text import read_text, tokenize
 from hfq.evaluation.windows import cut
 from hfq.tables import Displayed, Table
@@ -95,7 +96,7 @@ def evaluate(
     device_map: str | dict | None = None,
     dtype: str = "float32",
     trust_remote_code: bool = False,
-    say: Callable[[str], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> list[Quality]:
     """Scores checkpoints on a text. Loads one at a time, in addition to the reference.
 
@@ -109,7 +110,7 @@ def evaluate(
         device_map: Placement of the weights. See `placed_models.as_device_map`. None means all on the CPU.
         dtype: Dtype of activations and unquantized tensors.
         trust_remote_code: True to run Python code that the checkpoints contain.
-        say: Function that receives a progress line before each checkpoint.
+        on_progress: Function that is called before each load of a checkpoint, and after each batch.
 
     Returns:
         The result of the reference, if there is one, and then one result per path.
@@ -124,26 +125,54 @@ def evaluate(
     length = _length(configs, max_seq_length)
     tokens = _tokens(read_text(text), configs, trust_remote_code)
     batches = cut(tokens, length, stride, batch_size)
-    say = say or (lambda line: None)
+    steps = _Steps(len(paths) * len(batches) * (1 if reference is None else 2), on_progress)
     known = None
     rows = []
     first = None
     if reference is not None:
-        say(f"{os.fspath(reference)}: reference")
+        steps.begin(f"{os.fspath(reference)} (reference)")
         known, known_seconds = _timed(reference, device_map, dtype, trust_remote_code)
     for path in paths:
-        say(f"{os.fspath(path)}: {sum(batch.targets.numel() for batch in batches)} tokens")
+        steps.begin(os.fspath(path))
         model, load_seconds = _timed(path, device_map, dtype, trust_remote_code)
         if known is None or reference is None:
             started = time.perf_counter()
-            found = score(model, batches)
+            found = score(model, batches, steps.finish)
             seconds = time.perf_counter() - started
         else:
-            found, own, seconds = score_against(model, known, batches, configs[os.fspath(path)].vocab_size)
+            vocabulary = configs[os.fspath(path)].vocab_size
+            found, own, seconds = score_against(model, known, batches, vocabulary, steps.finish)
             first = first or _row(reference, known, own, known_seconds, None, is_reference=True)
         rows.append(_row(path, model, found, load_seconds, seconds))
         del model
     return rows if first is None else [first, *rows]
+
+
+class _Steps:
+    """Counts finished batches and reports them.
+
+    Args:
+        total: Number of all batches.
+        on_progress: Function that receives each report; None for no reports.
+    """
+
+    def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
+        self._total, self._on_progress = total, on_progress
+        self._name, self._done = "", 0
+
+    def begin(self, name: str) -> None:
+        """Reports that a checkpoint is loaded."""
+        self._name = name
+        self._report()
+
+    def finish(self) -> None:
+        """Reports that a batch ended."""
+        self._done += 1
+        self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(Progress(self._name, self._done, self._total))
 
 
 def _row(
@@ -184,10 +213,10 @@ def _length(configs: dict, wanted: int | None) -> int:
     )
     if wanted is not None and wanted > most:
         raise SetupError(
-            "The sequence length exceeds a model's limit.",
+            f"max_seq_length={wanted} exceeds a model's limit.",
             expected=f"at most {most} tokens",
             found=wanted,
-            fix="Pass a smaller --max-seq-length.",
+            fix="Pass a smaller `max_seq_length`.",
         )
     return wanted if wanted is not None else min(_DEFAULT_LENGTH, most)
 

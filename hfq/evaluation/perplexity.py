@@ -46,22 +46,33 @@ def perplexity(
     return score(model, cut(tokens, context, stride, batch_size)).perplexity
 
 
-def score(model: torch.nn.Module, batches: Sequence[Batch]) -> Score:
+def score(
+    model: torch.nn.Module, batches: Sequence[Batch], on_batch: Callable[[], None] | None = None
+) -> Score:
     """Returns the score over all batches.
 
     An offloaded model runs layer by layer, so that every decoder layer is read once.
+
+    Args:
+        model: The model.
+        batches: The text.
+        on_batch: Function that is called after each batch.
 
     Raises:
         CheckpointError: A logit is not finite.
     """
     totals = Totals()
-    for surprises in _run(model, batches, lambda batch, logits: surprise(logits, batch.targets)):
+    for surprises in _run(model, batches, lambda batch, logits: surprise(logits, batch.targets), on_batch):
         totals.add(surprises)
     return totals.score()
 
 
 def score_against(
-    model: torch.nn.Module, reference: torch.nn.Module, batches: Sequence[Batch], vocabulary: int
+    model: torch.nn.Module,
+    reference: torch.nn.Module,
+    batches: Sequence[Batch],
+    vocabulary: int,
+    on_batch: Callable[[], None] | None = None,
 ) -> tuple[Score, Score, float]:
     """Returns the scores of a model and its reference, and the seconds that the model took.
 
@@ -72,6 +83,7 @@ def score_against(
         reference: Model to compare with.
         batches: The text.
         vocabulary: Number of logits per token.
+        on_batch: Function that is called after each batch of each model.
 
     Raises:
         CheckpointError: A logit is not finite.
@@ -82,11 +94,13 @@ def score_against(
     spent = 0.0
     for run in _runs(batches, vocabulary):
         kept: dict[int, torch.Tensor] = {}
-        for batch, (surprises, logits) in zip(run, _run(reference, run, _surprise_and_logits), strict=True):
+        for batch, (surprises, logits) in zip(
+            run, _run(reference, run, _surprise_and_logits, on_batch), strict=True
+        ):
             expected.add(surprises)
             kept[id(batch)] = logits
         started = time.perf_counter()
-        for surprises, divergences, agreed in _run(model, run, _comparison(kept)):
+        for surprises, divergences, agreed in _run(model, run, _comparison(kept), on_batch):
             totals.add(surprises)
             totals.add_comparison(divergences, agreed)
         spent += time.perf_counter() - started
@@ -111,16 +125,22 @@ def _comparison(
 
 
 def _run(
-    model: torch.nn.Module, batches: Sequence[Batch], use: Callable[[Batch, torch.Tensor], Any]
+    model: torch.nn.Module,
+    batches: Sequence[Batch],
+    use: Callable[[Batch, torch.Tensor], Any],
+    on_batch: Callable[[], None] | None,
 ) -> list[Any]:
-    """Returns the result of `use` for the scored logits of each batch."""
+    """Returns the result of `use` for the logits of each batch; calls `on_batch` after each."""
 
     def forward(batch: Batch) -> Any:
         with torch.no_grad():
             logits = model(
                 input_ids=batch.input_ids.to(getattr(model, "device", "cpu")), use_cache=False
             ).logits
-            return use(batch, batch.scored(logits))
+            found = use(batch, batch.scored(logits))
+        if on_batch is not None:
+            on_batch()
+        return found
 
     try:
         loader_of(model)

@@ -39,7 +39,7 @@ def as_device_map(placement: str | dict | None, option: str = "device_map") -> A
             return json.loads(placement)
         except ValueError as error:
             raise SetupError(
-                f"{option} is not valid JSON.",
+                f"{option} {placement} is not valid JSON.",
                 expected='{"": "cpu", "model.layers.1": "disk"}',
                 found=error,
                 fix="Pass a JSON object such as the expected one.",

@@ -26,7 +26,7 @@ def read_text(file: str | os.PathLike) -> str:
             "The text file cannot be read.",
             file=file,
             expected="a UTF-8 text file",
-            found=error,
+            found=error.strerror if isinstance(error, OSError) else error,
             fix="Pass the path of a text file as --text.",
         ) from error
     if not text.strip():

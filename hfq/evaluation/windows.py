@@ -51,26 +51,27 @@ def cut(tokens: torch.Tensor, length: int, stride: int | None = None, batch_size
             exceeds the window.
     """
     stride = length if stride is None else stride
-    if length < 2 or batch_size < 1:
-        raise SetupError(
-            "The sequence length or the batch size is too small.",
-            expected="a sequence length of at least 2, and a batch size of at least 1",
-            found=f"a sequence length of {length}, and a batch size of {batch_size}",
-            fix="Pass a larger sequence length or batch size.",
-        )
+    for name, value, least in (("max_seq_length", length, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise SetupError(
+                f"{name}={value} is out of range.",
+                expected=f"{least} or more",
+                found=value,
+                fix=f"Pass a larger `{name}`.",
+            )
     if not 1 <= stride <= length:
         raise SetupError(
-            "The stride is not valid for this sequence length.",
-            expected=f"a stride of 1 to {length}",
+            f"stride={stride} is out of range for sequences of {length} tokens.",
+            expected=f"1 to {length}",
             found=stride,
-            fix="Pass a stride in this range, or omit it for windows that do not overlap.",
+            fix="Pass a `stride` in this range, or omit it for windows that do not overlap.",
         )
     if tokens.numel() < length:
         raise SetupError(
             "The text is shorter than one sequence.",
             expected=f"at least {length} tokens",
             found=f"{tokens.numel()} tokens",
-            fix="Pass a longer text, or a smaller sequence length.",
+            fix="Pass a longer text, or a smaller `max_seq_length`.",
         )
     windows = tokens.unfold(0, length, stride)
     first = max(length - stride, 1)

@@ -3,21 +3,17 @@ errors.
 """
 
 import contextlib
-import io
 import json
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
-from rich.console import Console
 from typer.testing import CliRunner
 
-from hfq.cli import progress_bar
 from hfq.cli.bench import bench_run
 from hfq.cli.bench.bench_worker import BenchWorker
 from hfq.cli.main import app, main
@@ -215,18 +211,3 @@ def test_a_model_that_the_hub_has_not_is_an_error(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert isinstance(run("some/model").exception, CheckpointError)
-
-
-@pytest.mark.parametrize(("is_terminal", "delay"), [(True, 0.0), (True, 60.0), (False, 0.0)])
-def test_a_bar_appears_after_a_while_on_a_terminal_alone(monkeypatch, is_terminal, delay):
-    written = io.StringIO()
-    console = Console(file=written, force_terminal=is_terminal, width=80)
-    monkeypatch.setattr("rich.console.Console", lambda **_: console)
-    monkeypatch.setattr(progress_bar, "_DELAY_SECONDS", delay)
-    with progress_bar.progress_bar(2) as advance:
-        for name in ("loading", "decode"):
-            advance(name)
-            for thread in threading.enumerate():
-                if delay == 0.0 and isinstance(thread, threading.Timer):
-                    thread.join(5)
-    assert ("decode" in written.getvalue()) == (is_terminal and delay == 0.0)

@@ -46,7 +46,7 @@ def test_evaluate_prints_json_and_writes_a_page_and_a_plot(text, tmp_path):
     assert "| tiny-llama-gptq | gptq v1 int4 g128 sym | 6.528 | 4.329 | 869,056 |" in page
     assert "Targets" not in page
     assert (tmp_path / "evaluation.png").exists() == ("![" in page)
-    assert "reference\n" in done.stderr
+    assert "(reference)\n" in done.stderr
 
 
 def test_evaluate_prints_a_table(text):

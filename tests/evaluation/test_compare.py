@@ -63,6 +63,14 @@ def test_placements_of_one_checkpoint_are_the_same_model(made, placement):
     assert found.digests[Q_PROJ]["qweight"] == (digests[f"{tiny_models.FIRST}.qweight"][2],) * 2
 
 
+def test_progress_names_each_weight_and_then_the_logits(made):
+    reports = []
+    found = hfq.compare(made["v1"], made["v1"], on_progress=reports.append)
+    assert [report.done for report in reports] == [*range(found.weights + 1)]
+    assert {report.total for report in reports} == {found.weights + 1}
+    assert {report.step for report in reports} == {*found.digests, "logits"}
+
+
 def test_loaded_models_can_be_compared(made):
     model = AutoModelForCausalLM.from_pretrained(
         made["v1"],

@@ -23,8 +23,27 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rows(text):
-    return evaluate([GPTQ, FP8], text, reference=LLAMA, max_seq_length=64, batch_size=6)
+def reports():
+    return []
+
+
+@pytest.fixture(scope="module")
+def rows(text, reports):
+    return evaluate(
+        [GPTQ, FP8], text, reference=LLAMA, max_seq_length=64, batch_size=6, on_progress=reports.append
+    )
+
+
+def test_progress_names_each_checkpoint_and_counts_every_batch(rows, reports):
+    assert [*dict.fromkeys(report.step for report in reports)] == [
+        f"{LLAMA} (reference)",
+        str(GPTQ),
+        str(FP8),
+    ]
+    total = reports[-1].total
+    assert total % 4 == 0
+    assert [*dict.fromkeys(report.done for report in reports)] == [*range(total + 1)]
+    assert {report.total for report in reports} == {total}
 
 
 def test_fp8_is_nearer_to_the_reference_than_four_bits(rows):

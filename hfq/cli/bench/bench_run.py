@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hfq import errors
-from hfq.cli.progress_bar import progress_bar
+from hfq.cli.progress_bar import ProgressBar, progress_bar
 from hfq.errors import HfqError, SetupError
 from hfq.machine_profile.machine_facts import machine_facts
 from hfq.machine_profile.worker_process import Worker
@@ -57,8 +56,8 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
         HfqError: The model cannot be loaded or run, or a process ended early.
     """
     steps = 2 + options.repetitions * ((options.n_prompt > 0) + (options.n_gen > 0))
-    with progress_bar(len(options.threads) * steps) as advance:
-        runs = [_run(folder, options, threads, advance) for threads in options.threads]
+    with progress_bar(len(options.threads) * steps) as bar:
+        runs = [_run(folder, options, threads, bar) for threads in options.threads]
     model = {name: runs[0][name] for name in _OF_MODEL}
     for run in runs:
         for name in _OF_MODEL:
@@ -69,17 +68,17 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
     return {"model": {"path": folder} | model, "options": given, "machine": facts, "runs": runs}
 
 
-def _run(
-    folder: str, options: BenchOptions, threads: int | None, advance: Callable[[str], None]
-) -> dict[str, Any]:
+def _run(folder: str, options: BenchOptions, threads: int | None, bar: ProgressBar) -> dict[str, Any]:
     """Returns the measurements with one number of threads, from a process of their own."""
     given = {name: value for name, value in asdict(options).items() if name not in ("threads", "repetitions")}
     label = "" if threads is None else f" with {threads} threads"
     with Worker(_WORKER, folder=folder, threads=threads, **given) as worker:
 
         def ask(step: str, what: str) -> dict[str, Any]:
-            advance(f"{what}{label}")
-            return _checked(worker.ask(step))
+            bar.update(f"{what}{label}")
+            answer = _checked(worker.ask(step))
+            bar.advance()
+            return answer
 
         run = ask("load", "loading")
         ask("warm_up", "warming up")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hfq.cli.console import EscapingConsole
 from hfq.cli.fitting_table import FittingTable
 
 __all__ = ["print_table"]
@@ -14,9 +15,7 @@ _NONE = "-"
 
 def print_table(found: dict[str, Any]) -> None:
     """Prints the measurements of `run_bench`."""
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
+    console = EscapingConsole()
     model, first = found["model"], found["runs"][0]
     formats = model["formats"] or "unquantized"
     console.print(

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from hfq.cli.fitting_table import FittingTable, wide_console
+from hfq.cli.fitting_table import FittingTable
+from hfq.cli.progress_bar import ProgressBar, progress_bar
 from hfq.errors import CheckpointError, SetupError
 
 __all__ = ["demo"]
@@ -27,8 +28,6 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Runs a GPTQ and an FP8 checkpoint in memory, half on disk, and all on disk."""
-    from hfq.cli.inspect import inspect_checkpoint
-
     paths = {name: folder / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
     for path in (*paths.values(), folder / "tiny-llama"):
         if not path.is_dir():
@@ -39,7 +38,23 @@ def demo(
                 found="nothing",
                 fix="Run hfq demo in a clone of the repository, or pass --folder.",
             )
+    with progress_bar(1 + len(paths) * len(PLACEMENTS)) as bar:
+        rows = _measured(folder, paths, as_json, bar)
+    print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
+    if not all(row.get("bit_equal", True) for row in rows):
+        raise typer.Exit(1)
+
+
+def _measured(folder: Path, paths: dict[str, Path], as_json: bool, bar: ProgressBar) -> list[dict]:
+    """Returns the measurements of all placements, and prints the formats unless there is JSON."""
     from hfq.checkpoint import Checkpoint
+    from hfq.cli.inspect import inspect_checkpoint
+
+    def measured(path: Path, placement: str) -> dict:
+        bar.update(f"{path.name}: {placement}")
+        row = _in_a_process(path, folder / "tiny-llama" / "held_out.txt", placement)
+        bar.advance()
+        return row
 
     rows = []
     for name, path in paths.items():
@@ -50,19 +65,12 @@ def demo(
                 f"{path}: {variants}, {report['bits_per_quantized_weight']} bits per quantized weight, "
                 f"{report['nbytes']:,} bytes"
             )
-        rows += [
-            _in_a_process(path, folder / "tiny-llama" / "held_out.txt", placement) for placement in PLACEMENTS
-        ]
+        rows += [measured(path, placement) for placement in PLACEMENTS]
         exact = {row["logits_sha256"] for row in rows[-len(PLACEMENTS) :]}
         for row in rows[-len(PLACEMENTS) :]:
             row |= {"checkpoint": name, "bit_equal": len(exact) == 1}
-    baseline = _in_a_process(
-        folder / "tiny-llama", folder / "tiny-llama" / "held_out.txt", "plain transformers"
-    )
-    rows.append(baseline | {"checkpoint": "bf16, plain transformers"})
-    print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
-    if not all(row.get("bit_equal", True) for row in rows):
-        raise typer.Exit(1)
+    baseline = measured(folder / "tiny-llama", "plain transformers")
+    return [*rows, baseline | {"checkpoint": "bf16, plain transformers"}]
 
 
 def _in_a_process(path: Path, text: Path, placement: str) -> dict:
@@ -86,6 +94,8 @@ def _measure(path: Path, text: Path, placement: str) -> dict:
 
 
 def _print(rows: list[dict]) -> None:
+    from hfq.cli.console import EscapingConsole
+
     table = FittingTable(
         "checkpoint",
         "placement",
@@ -109,7 +119,7 @@ def _print(rows: list[dict]) -> None:
             f"{row['tokens_per_second']:.1f}",
             equal,
         )
-    console = wide_console(130)
+    console = EscapingConsole()
     console.print(table)
     for row in rows[:: len(PLACEMENTS)]:
-        console.print(f"{row['checkpoint']}: {row['text']!r}", highlight=False)
+        console.print(f"{row['checkpoint']}: {row['text']!r}")
