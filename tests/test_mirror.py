@@ -16,6 +16,7 @@ FOLDERS = [
 SUBJECTS = {
     "cli/test_command": "what all verbs have in common",
     "cli/test_optimum": "the same verbs under optimum-cli",
+    "cli/test_wrong_inputs": "messages of all verbs for wrong options and files",
     "cli/test_vocabulary": "the names of verbs and options",
     "formats/test_goldens": "files that other projects' tools wrote, of every format",
     "kernels/cuda/test_machine_code": "what the compiler makes of the Triton kernels",

@@ -166,7 +166,7 @@ def read_raw(stream: Readable, file: str, size: int, limits: HeaderLimits = Head
         hint = (
             "; the file looks like a pickle or a zip archive, which hfq never opens"
             if _is_foreign(prefix)
-            else ""
+            else _TEXTS.get(prefix[:8], "")
         )
         raise _damaged(
             file, f"its header length is out of bounds{hint}", f"2 to {limits.header_nbytes} bytes", length
@@ -177,6 +177,13 @@ def read_raw(stream: Readable, file: str, size: int, limits: HeaderLimits = Head
     if len(raw) != length or raw[:1] != b"{":
         raise _damaged(file, "its header is not a JSON object", "{…}", repr(raw[:16]))
     return raw
+
+
+_TEXTS = {
+    b"version ": "; the file looks like a pointer of Git LFS, whose content was not downloaded",
+    **dict.fromkeys((b"<!DOCTYP", b"<!doctyp"), "; the file looks like a web page"),
+}
+"""What a file is that starts with these bytes of text."""
 
 
 def _is_foreign(prefix: bytes) -> bool:

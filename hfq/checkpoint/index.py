@@ -101,7 +101,7 @@ class Checkpoint:
                 file=root,
                 expected="a folder",
                 found="a file",
-                fix=f"Pass its folder, {root.parent}.",
+                fix=f"Pass its folder, {root.absolute().parent}.",
             )
         if gguf_file is not None:
             check_inside("gguf_file", [gguf_file])
@@ -264,6 +264,8 @@ def _no_weights(root: Path) -> CheckpointError:
     found = sorted(entry.name for entry in root.iterdir())[:12]
     pickles = [name for name in found if name.endswith(_DANGEROUS_SUFFIXES)]
     fix = "Check the path."
+    if "config.json" in found:
+        fix = f"Download the weights into the folder: hf download ORG/MODEL --local-dir {root}"
     if pickles:
         fix = "Convert the checkpoint to safetensors. hfq never opens a pickle."
     return CheckpointError(

@@ -145,11 +145,11 @@ def check_target(source: Checkpoint, target: str | os.PathLike, marker: str | No
         FormatError: The source is a GGUF file.
     """
     source.check_safetensors("Nothing was written")
-    target = Path(os.path.realpath(target))
+    typed, target = Path(target), Path(os.path.realpath(target))
     if target.is_relative_to(os.path.realpath(source.root)):
         raise CheckpointError(
             "A checkpoint cannot be written into its source.",
-            file=target,
+            file=typed,
             expected=f"a folder outside {source.root}",
             found="a folder inside it",
             fix="Choose another folder.",
@@ -157,12 +157,12 @@ def check_target(source: Checkpoint, target: str | os.PathLike, marker: str | No
     is_marked = marker is not None and os.path.lexists(target / marker)
     is_taken = not target.is_dir() or any(target.iterdir()) or os.path.ismount(target)
     if os.path.lexists(target) and is_taken and not is_marked:
-        raise taken(target)
+        raise taken(typed)
     if not target.parent.is_dir():
         raise CheckpointError(
             "The parent folder of the new checkpoint does not exist. Nothing was written.",
-            file=target,
-            expected=f"the folder {target.parent}",
+            file=typed,
+            expected=f"the folder {typed.parent}",
             found="no such folder",
             fix="Create it, or choose another folder.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
 from hfq.cli.plan import command as plan
 from hfq.cli.typed_options import as_typed
-from hfq.errors import HfqError
+from hfq.cli.usage_error import explain_file_error, explain_usage, typed_option
+from hfq.errors import HfqError, SetupError, nearest
 from hfq.version import __version__
 
 __all__ = ["VERBS", "Verb", "app", "main"]
@@ -142,13 +144,26 @@ VERBS = (
 
 
 class _Group(TyperGroup):
-    """The group of all verbs; an interruption ends it with one line and its own exit status."""
+    """The group of all verbs; errors and interruptions end it with a message and a status."""
+
+    def make_context(self, info_name: Any, args: list[str], *rest: Any, **options: Any) -> Any:
+        """Returns the context of a command line."""
+        self._arguments = list(args)
+        try:
+            return super().make_context(info_name, args, *rest, **options)
+        except Exception as error:
+            raise _ended(error, self._arguments) from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Returns the verb of a command line, or suggests one for a name of another tool."""
-        verb = next((verb.name for verb in VERBS if args[0] in verb.synonyms), None)
-        if verb is not None:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {verb!r}?")
+        name, verbs = args[0], [verb.name for verb in VERBS]
+        if name not in self.commands and not ctx.resilient_parsing:
+            verb = next((verb.name for verb in VERBS if name in verb.synonyms), None)
+            hint = nearest(name, verbs) if verb is None else f" Did you mean {verb!r}?"
+            raise SetupError(
+                f"hfq has no verb {name!r}.{hint}",
+                fix="Run hfq -h, which describes the verbs.",
+            )
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -156,27 +171,45 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except HfqError as error:
-            raise as_typed(error, self._options(ctx)) from error
+            if ctx.invoked_subcommand is None:
+                raise _ended(error, ()) from None
+            raise as_typed(error, *self._options(ctx)) from error
         except KeyboardInterrupt:
             resume = {verb.name: verb.resume for verb in VERBS}.get(ctx.invoked_subcommand or "", Verb.resume)
             print(f"Interrupted. {resume}", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+        except OSError as error:
+            explained = None if error.errno == errno.EPIPE else explain_file_error(error)
+            if explained is None:
+                raise
+            raise explained from error
+        except Exception as error:
+            raise _ended(error, self._arguments) from error
 
-    def _options(self, ctx: Any) -> dict[str, str]:
-        """Returns {name in Python: the option} of the verb that runs."""
-        parameters = self.commands[ctx.invoked_subcommand].params
-        return {
-            parameter.name: next(option for option in parameter.opts if option.startswith("--"))
-            for parameter in parameters
-            if parameter.param_type_name == "option" and parameter.name
-        }
+    def _options(self, ctx: Any) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+        """Returns {name in Python: option} of the verb, and {name: (option, value)} as typed."""
+        options, typed = {}, {}
+        for parameter in self.commands[ctx.invoked_subcommand].params:
+            if parameter.param_type_name == "option" and parameter.name:
+                options[parameter.name] = next(name for name in parameter.opts if name.startswith("--"))
+                found = typed_option(parameter.opts, self._arguments)
+                typed |= {} if found is None else {parameter.name: found}
+        return options, typed
+
+
+def _ended(error: Exception, arguments: Sequence[str]) -> Exception:
+    """Prints the error of a wrong command line and returns its exit; other errors return."""
+    explained = error if isinstance(error, HfqError) else explain_usage(error, arguments)
+    if explained is None:
+        return error
+    print(f"{type(explained).__name__}: {explained}", file=sys.stderr)
+    return typer.Exit(2)
 
 
 app = typer.Typer(
     name="hfq",
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -186,6 +186,14 @@ def open_local(path: Any, kwargs: Mapping[str, Any], gguf_file: str | None = Non
     _check_index(checkpoint)
     if not checkpoint.config and kwargs.get("config") is None and checkpoint.gguf is None:
         found = sorted(entry.name for entry in folder.iterdir())[:12]
+        if "config.json" in found:
+            raise CheckpointError(
+                "The checkpoint's config.json is empty.",
+                file=folder / "config.json",
+                expected="the config of a model",
+                found="{}",
+                fix="Download this file again.",
+            )
         raise CheckpointError(
             "The checkpoint has no config.json.",
             file=folder,

@@ -203,7 +203,7 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
             "The disk cannot be measured.",
             file=folder,
             expected="a writable folder",
-            found=error,
+            found=error.strerror,
             fix="Pass --folder with a writable folder on the disk that holds your checkpoints.",
         ) from error
     file = Path(name)

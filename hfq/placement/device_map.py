@@ -117,7 +117,7 @@ def check_device(value: Any, key: str = "") -> str:
         device = None
     if device is None or device.type == "meta" or isinstance(value, bool):
         hint = nearest(value, ["cpu", "disk", kind, *AUTOMATIC]) if isinstance(value, str) else ""
-        where = f"[{key!r}]" if key else ""
+        where = f"[{key!r}]" if key else f"={value!r}"
         raise PlacementError(
             f"device_map{where} is not a device.{hint} Nothing was loaded.",
             found=repr(value),

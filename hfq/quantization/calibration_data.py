@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hfq.errors import SetupError
+from hfq.errors import SetupError, nearest
 from hfq.loading.matching.quantizable_layers import optimum_gptq
 
 __all__ = ["Calibration", "Text", "calibrate"]
@@ -121,11 +121,12 @@ def _tokens(text: Text, tokenizer: Callable[[], Any], samples: int, length: int)
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _unusable(
-                f"its file cannot be read ({error})",
-                f"a file of UTF-8 text, or one of {', '.join(DATASETS)}",
-                str(path),
-                "Check the path.",
+            raise SetupError(
+                f"The file of the calibration data cannot be read.{nearest(str(text), DATASETS)}",
+                file=path,
+                expected=f"a file of UTF-8 text, or one of {', '.join(DATASETS)}",
+                found=error.strerror if isinstance(error, OSError) else error,
+                fix="Pass a text file, or the name of a dataset, as `dataset`.",
             ) from error
         return _windows([content], tokenizer, samples, length), path.name
     items: list[Any] = list(text) if isinstance(text, Iterable) else []
@@ -165,9 +166,9 @@ def _dataset(name: str, tokenizer: Any, samples: int, length: int) -> torch.Tens
         raise
     except Exception as error:
         raise _unusable(
-            f"optimum cannot load {name} ({error})",
+            f"optimum cannot load {name}",
             "the package datasets, and network access or cached data",
-            type(error).__name__,
+            f"{type(error).__name__}: {' '.join(str(error).split())[:160]}",
             "Run pip install datasets, or pass a text file.",
         ) from error
     return torch.cat([item["input_ids"] for item in found])

@@ -335,7 +335,7 @@ def _calibration(
         raise SetupError(
             f"{what} requires calibration data.",
             expected="a text file, texts, or token ids in `dataset`",
-            found="None",
+            found="no `dataset`",
             fix="Pass text that resembles the model's inputs, or use method='rtn' without distill_steps.",
         )
     config = source.model.config

@@ -90,7 +90,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise _unusable("method", self.method, " or ".join(METHODS), nearest(str(self.method), METHODS))
+            raise _unusable("method", self.method, ", ".join(METHODS), nearest(str(self.method), METHODS))
         taken = _OPTIONS.get(self.method, RECIPE_OPTIONS)
         for name in self._given():
             if name not in taken:
@@ -112,7 +112,7 @@ class Recipe:
     def _check_values(self) -> None:
         bits = self.scheme.bits if self.scheme is not None and self.scheme.has_bits else BITS
         if type(self.bits) is not int or self.bits not in bits:
-            raise _unusable("bits", self.bits, " or ".join(map(str, bits)))
+            raise _unusable("bits", self.bits, ", ".join(map(str, bits)))
         if type(self.group_size) is not int or not (self.group_size == -1 or 8 <= self.group_size < 1 << 24):
             raise _unusable("group_size", self.group_size, "-1, or at least 8 channels")
         is_number = isinstance(self.damp_percent, (int, float)) and not isinstance(self.damp_percent, bool)
@@ -341,5 +341,5 @@ def _unusable(option: str, found: object, expected: str, hint: str = "") -> Setu
         f"{option}={found!r} is not supported.{hint}",
         expected=expected,
         found=repr(found),
-        fix=f"Choose a supported value for `{option}`: {expected}.",
+        fix=f"Choose a supported value for `{option}`.",
     )

@@ -76,7 +76,7 @@ def test_an_unquantized_checkpoint_is_trained_whole_where_an_optimizer_is_named(
         (["--parameters", "1e9", "--zero-stage", "3", "--lora-rank", "8"], "--trainable"),
         ([GPTQ, "--zero-stage", "3", "--optimizer", "adam"], "--lora-rank 16"),
         ([GPTQ, "--zero-stage", "3", "--optimizer", "none", "--lora-rank", "8"], "Pass an optimizer"),
-        ([GPTQ, "--zero-stage", "3", "--num-processes", "0"], "number of processes"),
+        ([GPTQ, "--zero-stage", "3", "--num-processes", "0"], "--num-processes 8"),
         (
             [GPTQ, "--zero-stage", "3", "--num-processes", "7", "--num-machines", "2"],
             "a multiple of --num-machines",

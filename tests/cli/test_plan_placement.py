@@ -193,7 +193,7 @@ def test_an_offloaded_kv_cache_is_counted_and_written_as_code():
         (["--cpu", "1GB", "--zero-stage", "2"], "--zero-stage 3"),
         (["--cpu", "1GB", "--zero-stage", "3", "--catalog", "shipped"], "Omit --zero-stage"),
         (["--cpu", "64"], "--cpu 64GiB"),
-        (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "Fix the named entry"),
+        (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "--catalog shipped"),
         (["--cpu", "1GB", "--suggest-format", "1kB"], "--suggest-format"),
         (
             ["--zero-stage", "3", "--num-processes", "2", "--gpu", "1GB", "--cpu", "1GB"],

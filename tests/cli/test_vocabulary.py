@@ -121,7 +121,7 @@ def test_the_list_of_verbs_has_every_help_line_in_full():
 def test_no_old_verb_works(verb):
     done = run(verb, GPTQ)
     assert done.exit_code == 2
-    assert "No such command" in done.stderr
+    assert f"hfq has no verb {verb!r}." in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,7 @@ def test_no_old_verb_works(verb):
 def test_no_old_option_works(verb, option):
     done = run(verb, option, "1")
     assert done.exit_code == 2
-    assert "No such option" in done.stderr  # typer and click punctuate it in two ways
-    assert option in done.stderr
+    assert f"hfq {verb} has no option {option}." in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["inspect", "plan", "doctor", "bench", "quantize", "convert", "reshard"])

@@ -81,11 +81,14 @@ class PlanOptions:
             advice = "Omit it, or plan MODEL with --zero-stage 3, without training and offload options."
             _check_unused(self._machine() | self._host(), "plans for a machine", advice)
             if self.zero_stage is None:
+                is_count = self.parameters is not None
                 raise SetupError(
-                    "hfq plan requires something to plan for.",
+                    f"hfq plan requires {'a stage of ZeRO for --parameters' if is_count else 'a model'}.",
                     expected="MODEL, or --parameters with --zero-stage STAGE",
-                    found="neither",
-                    fix="Pass MODEL for a device map, or --zero-stage 3 for DeepSpeed.",
+                    found="no --zero-stage" if is_count else "neither",
+                    fix="Add --zero-stage 3."
+                    if is_count
+                    else "Pass MODEL, or --parameters with --zero-stage 3.",
                 )
         elif self.zero_stage is None:
             _check_unused(self._training() | self._ranks(), "is for DeepSpeed ZeRO", "Add --zero-stage 3.")

@@ -33,13 +33,13 @@ def plan_zero(options: PlanOptions) -> None:
     trains = options.lora_rank is not None or options.trainable is not None
     trains = trains or (options.parameters is not None and optimizer != "none")
     optimizer = optimizer or ("adam" if trains else "none")
-    states = _states(options, optimizer)
     offloads = {
         "offload_param": options.offload_param_device or "none",
         "offload_optimizer": options.offload_optimizer_device,
     }
     ranks = options.num_processes, options.per_machine
     setup = _setup(zero, *ranks, optimizer, offloads)
+    states = _states(options, optimizer)
     others = [
         _setup(stage, *ranks, optimizer, _allowed(stage, offloads)) for stage in STAGES if stage != zero
     ]

@@ -49,7 +49,7 @@ def check_config(file: Path) -> list[HfqError]:
         file=file,
         expected=".json for DeepSpeed, .yaml or .yml for accelerate",
         found=file.suffix or "no suffix",
-        fix="Rename the file.",
+        fix="Pass a config with one of these suffixes.",
     )
 
 
@@ -60,12 +60,12 @@ def _read(file: Path) -> dict[str, Any]:
         else:
             found = read_yaml(file)
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise SetupError(
             "The config cannot be read.",
             file=file,
             expected=f"a {file.suffix[1:]} file",
-            found=f"{type(error).__name__}: {reason}",
+            found=(error.strerror if isinstance(error, OSError) else None) or reason,
             fix="Pass a file that exists and contains valid JSON or YAML.",
         ) from error
     if not isinstance(found, dict):

@@ -18,7 +18,7 @@ def explain(
         revision: Requested revision or commit; None for the default branch.
         name: Requested file; None for the list of files.
     """
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     found = (
@@ -27,7 +27,8 @@ def explain(
         else f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     )
     file = repo if name is None else f"{repo}/{name}"
-    if isinstance(error, errors.OfflineModeIsEnabled):
+    is_offline = constants.HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError)
+    if is_offline or isinstance(error, errors.OfflineModeIsEnabled):
         return CheckpointError(
             "The model is neither a folder nor in the Hub's cache, and HF_HUB_OFFLINE prevents a download.",
             file=file,

@@ -80,7 +80,15 @@ def read_catalog(file: str | Path) -> Catalog:
     path = _FILE if str(file) == SHIPPED else Path(file)
     try:
         stored = read_yaml(path)
-    except (OSError, ImportError, ValueError) as error:
+    except OSError as error:
+        raise SetupError(
+            "The catalog cannot be read.",
+            file=path,
+            expected=f"a YAML file, or {SHIPPED}",
+            found=error.strerror,
+            fix=f"Pass a file that exists, or --catalog {SHIPPED}.",
+        ) from error
+    except (ImportError, ValueError) as error:
         raise _refused(path, f"{type(error).__name__}: {error}", "a YAML file") from error
     try:
         return _catalog(path, stored)

@@ -153,7 +153,7 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
             "The machine profile cannot be used.",
             file=file,
             expected=f"a profile of version {_VERSION}",
-            found=f"{type(error).__name__}: {error}",
+            found=_found(error),
             fix="Run `hfq profile-machine` again, or remove the file.",
         ) from error
     for what, value in (machine or {}).items():
@@ -168,7 +168,18 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
     return profile
 
 
+def _found(error: Exception) -> str:
+    """Returns the reason why a file is no profile, as people would say it."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON: {error}"
+    return f"no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+
+
 def _from_json(stored: dict) -> Profile:
+    if not isinstance(stored, dict):
+        raise ValueError(f"it holds a {type(stored).__name__}")
     if stored.pop("version") != _VERSION:
         raise ValueError("another version")
     products = {

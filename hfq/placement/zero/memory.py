@@ -112,9 +112,14 @@ class ZeroSetup:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise _refused("stage", self.stage, "0, 1, 2, or 3", "Pass a stage of ZeRO.")
+            raise _refused("stage", self.stage, "0, 1, 2, or 3", "Pass --zero-stage 3, or another of these.")
         if self.ranks < 1:
-            raise _refused("ranks", self.ranks, "at least 1", "Pass the number of processes.")
+            raise _refused(
+                "ranks",
+                self.ranks,
+                "at least 1",
+                "Pass --num-processes 8, for example.",
+            )
         if not 1 <= self.on_a_node <= self.ranks:
             raise _refused(
                 "ranks_per_node",
@@ -124,18 +129,15 @@ class ZeroSetup:
             )
         if self.optimizer not in OPTIMIZERS:
             fix = f"Choose one of these.{nearest(self.optimizer, OPTIMIZERS)}"
-            raise _refused("optimizer", repr(self.optimizer), ", ".join(OPTIMIZERS), fix)
+            raise _refused("optimizer", self.optimizer, ", ".join(OPTIMIZERS), fix)
         for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
             device = getattr(self, name)
             if device not in ("none", "cpu", "nvme"):
-                raise _refused(name, repr(device), "none, cpu, or nvme", "Choose one of these.")
+                raise _refused(name, device, "none, cpu, or nvme", "Use one of these values.")
             if device != "none" and self.stage < least:
-                raise _refused(
-                    name,
-                    f"stage {self.stage}",
-                    f"stage {least} or more",
-                    f"Pass --zero-stage {least}, or omit {_OPTIONS[name]}.",
-                )
+                fix = f"Pass --zero-stage {least}, or omit {_OPTIONS[name]}."
+                stage = f"--zero-stage {self.stage}"
+                raise _refused(name, device, f"--zero-stage {least} or more", fix, found=stage)
 
     @property
     def on_a_node(self) -> int:
@@ -261,7 +263,10 @@ def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED)
     return devices
 
 
-def _refused(name: str, found: object, expected: str, fix: str) -> PlacementError:
+def _refused(name: str, value: object, expected: str, fix: str, found: str | None = None) -> PlacementError:
     return PlacementError(
-        f"ZeRO cannot be planned with this {_OPTIONS[name]}.", expected=expected, found=found, fix=fix
+        f"{_OPTIONS[name]} {value} is not valid.",
+        expected=expected,
+        found=value if found is None else found,
+        fix=fix,
     )

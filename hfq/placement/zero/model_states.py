@@ -79,10 +79,10 @@ def _adapters(
         if not any(_matches(name, [target]) for name in linear):
             ends = {name.rpartition(".")[2] for name in linear}
             raise PlacementError(
-                "A LoRA target matches no linear layer of the checkpoint.",
+                f"--lora-target {target} matches no linear layer of the checkpoint.{nearest(target, ends)}",
                 expected=", ".join(sorted(ends)),
-                found=f"{target!r}.{nearest(target, ends)}",
-                fix="Use one of the expected names.",
+                found=target,
+                fix="Pass one of these names as --lora-target.",
             )
     chosen = [name for name in linear if _matches(name, targets)]
     sizes = [_size(name, formats.get(name), linear[name]) for name in chosen]
