@@ -188,7 +188,8 @@ class _Group(TyperGroup):
 
     def _options(self, ctx: Any) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
         """Returns {name in Python: option} of the verb, and {name: (option, value)} as typed."""
-        options, typed = {}, {}
+        options: dict[str, str] = {}
+        typed: dict[str, tuple[str, str]] = {}
         for parameter in self.commands[ctx.invoked_subcommand].params:
             if parameter.param_type_name == "option" and parameter.name:
                 options[parameter.name] = next(name for name in parameter.opts if name.startswith("--"))

@@ -173,13 +173,13 @@ def compare(
     a, b = (Weights(model) for model in models)
     differences, digests = [], {}
     report = on_progress or (lambda progress: None)
-    names = list({**a.units, **b.units})
-    for done, name in enumerate(names):
-        report(Progress(name, done, len(names) + logits))
+    everything = list({**a.units, **b.units})
+    for done, name in enumerate(everything):
+        report(Progress(name, done, len(everything) + logits))
         found, digests[name] = _compare_unit(name, a, b)
         differences += [found] if found is not None else []
     if logits:
-        report(Progress("logits", len(names), len(names) + 1))
+        report(Progress("logits", len(everything), len(everything) + 1))
     apart = _logit_distance(models, first, text, trust_remote_code) if logits else None
     numbers = all(each.kind in SAME_NUMBERS for each in differences)
     names = (_name(first), _name(second))

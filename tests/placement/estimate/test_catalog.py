@@ -92,5 +92,5 @@ def test_what_is_no_catalog_is_refused(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(SetupError, match="cannot be used"):
         read_catalog(tmp_path / "c.yaml")
-    with pytest.raises(SetupError, match="cannot be used"):
+    with pytest.raises(SetupError, match="cannot be read"):
         read_catalog(tmp_path / "nowhere.yaml")
