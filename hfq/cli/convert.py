@@ -10,6 +10,7 @@ import typer
 
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
 from hfq.cli.progress_bar import progress_bar
+from hfq.cli.push_to_hub import Private, PushToHub, Upload
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -28,14 +29,19 @@ def convert(
         ),
     ],
     revision: Revision = None,
+    push_to_hub: PushToHub = None,
+    private: Private = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
     """Rewrites a checkpoint in another format without changing any weight."""
     from hfq.checkpoint import Checkpoint
 
-    report = _convert(Checkpoint.open(model_folder(model, revision)), out, to)
+    source = Checkpoint.open(model_folder(model, revision))
+    upload = Upload(push_to_hub, private, model)
+    report = _convert(source, out, to)
+    url = upload.finish(out)
     if as_json:
-        print(json.dumps({"path": out, "to": to, **asdict(report)}, indent=2))
+        print(json.dumps({"path": out, "url": url, "to": to, **asdict(report)}, indent=2))
         return
     print(
         f"{out}: {report.layers} layers as {to}, each read back bit-identical; {report.files} files, "
@@ -43,6 +49,8 @@ def convert(
     )
     if report.left_out:
         print(f"not copied: {', '.join(map(ascii, report.left_out))}")
+    if url is not None:
+        print(f"uploaded to {url}")
 
 
 def _convert(source: Checkpoint, out: str, to: str) -> ConvertReport:

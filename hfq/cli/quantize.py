@@ -10,6 +10,7 @@ import typer
 
 from hfq.cli.model_argument import Model, Out, Revision, TrustRemoteCode, model_folder
 from hfq.cli.progress_bar import progress_bar
+from hfq.cli.push_to_hub import Private, PushToHub, Upload
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
@@ -87,6 +88,8 @@ def quantize(
     dataset: Dataset = None,
     num_calibration_samples: NumCalibrationSamples = 128,
     max_seq_length: MaxSeqLength = None,
+    push_to_hub: PushToHub = None,
+    private: Private = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -111,10 +114,12 @@ def quantize(
         "distill_steps": distill_steps,
     }
     logging.disable_progress_bar()  # transformers would show the load of a model without weights
+    recipe, folder = Recipe.of(options), model_folder(model, revision)
+    upload = Upload(push_to_hub, private, model)
     with progress_bar(has_lines=True) as bar:
         report = run(
-            model_folder(model, revision),
-            Recipe.of(options),
+            folder,
+            recipe,
             out,
             dataset=dataset,
             num_calibration_samples=num_calibration_samples,
@@ -123,7 +128,10 @@ def quantize(
             on_progress=lambda each: bar.update(_line(each), each.done, each.decoder_layers),
             trust_remote_code=trust_remote_code,
         )
-    print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
+    url = upload.finish(str(report.path))
+    print(json.dumps(_as_dict(report) | {"url": url}, indent=2) if as_json else _summary(report))
+    if url is not None and not as_json:
+        print(f"uploaded to {url}")
 
 
 def _line(progress: Progress) -> str:

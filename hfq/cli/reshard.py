@@ -10,6 +10,7 @@ import typer
 
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
 from hfq.cli.progress_bar import progress_bar
+from hfq.cli.push_to_hub import Private, PushToHub, Upload
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -22,6 +23,8 @@ def reshard(
     model: Model,
     out: Out,
     revision: Revision = None,
+    push_to_hub: PushToHub = None,
+    private: Private = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON summary of the new checkpoint.")
     ] = False,
@@ -29,13 +32,18 @@ def reshard(
     """Copies a checkpoint with one aligned shard per decoder layer, for single direct reads."""
     from hfq.checkpoint import Checkpoint
 
-    report = _reshard(Checkpoint.open(model_folder(model, revision)), out)
+    source = Checkpoint.open(model_folder(model, revision))
+    upload = Upload(push_to_hub, private, model)
+    report = _reshard(source, out)
+    url = upload.finish(out)
     if as_json:
-        print(json.dumps({"path": out, **asdict(report)}, indent=2))
+        print(json.dumps({"path": out, "url": url, **asdict(report)}, indent=2))
         return
     print(f"{out}: {report.decoder_layers} decoder layers in {report.files} files, {report.nbytes:,} bytes")
     if report.left_out:
         print(f"not copied: {', '.join(map(ascii, report.left_out))}")
+    if url is not None:
+        print(f"uploaded to {url}")
 
 
 def _reshard(source: Checkpoint, out: str) -> ReshardReport:

@@ -32,6 +32,7 @@ def test_json_says_the_same(tmp_path):
     files = list((tmp_path / "packed").iterdir())
     assert report == {
         "path": str(tmp_path / "packed"),
+        "url": None,
         "to": "pack-quantized",
         "layers": 28,
         "files": len(files),

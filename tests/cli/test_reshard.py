@@ -35,6 +35,7 @@ def test_json_says_the_same_and_what_was_left_out(tmp_path):
     files = list((tmp_path / "copy").iterdir())
     assert report == {
         "path": str(tmp_path / "copy"),
+        "url": None,
         "files": len(files),
         "nbytes": sum(file.stat().st_size for file in files),
         "decoder_layers": 4,

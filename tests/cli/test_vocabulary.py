@@ -51,10 +51,10 @@ OPTIONS = {
     "quantize": (
         "MODEL OUT --revision --method --bits --group-size --sym --desc-act --static-groups --clip-search "
         "--damp-percent --distill-steps --modules-to-not-convert --dataset --num-calibration-samples "
-        "--max-seq-length --trust-remote-code --json"
+        "--max-seq-length --push-to-hub --private --trust-remote-code --json"
     ),
-    "convert": "MODEL OUT --to --revision --json",
-    "reshard": "MODEL OUT --revision --json",
+    "convert": "MODEL OUT --to --revision --push-to-hub --private --json",
+    "reshard": "MODEL OUT --revision --push-to-hub --private --json",
     "evaluate": (
         "MODEL... --text --revision --reference --reference-revision --max-seq-length --stride --batch-size "
         "--device-map --dtype --trust-remote-code --json --output-dir"
@@ -194,6 +194,15 @@ def test_an_error_names_the_option_as_typed(capsys, arguments, message):
         main(arguments)
     assert ended.value.code == (2 if arguments[0] == "compare" else 1)
     assert message in capsys.readouterr().err
+
+
+def test_a_shell_completes_verbs_and_options():
+    def completed(line):
+        words = {"_HFQ_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        return CliRunner().invoke(app, [], prog_name="hfq", env=words).stdout.split()
+
+    assert completed("hfq qu") == ["quantize"]
+    assert set(completed("hfq inspect --k")) == {"--kernels"}
 
 
 def test_the_list_of_verbs_cuts_no_help_line_at_80_columns():

@@ -1,5 +1,6 @@
 """A Hub server in this process that serves local folders, with faults on demand."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -20,10 +21,13 @@ class FakeHub:
         answers: Every request for a file as (path, range, bytes of the body).
         faults: Names of active faults: see `_Handler`.
         token: The required token; None for none.
+        created: {name: True if private} of repositories that clients created.
+        uploaded: {name: {file: content}} of their commits.
     """
 
     def __init__(self, models):
         self.models, self.answers, self.faults, self.token = dict(models), [], set(), None
+        self.created, self.uploaded = {}, {}
         self.server = _Server(("127.0.0.1", 0), _Handler)
         self.server.hub = self
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -86,6 +90,37 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         _, _, name, file = path.split("/", 3)
         return self._file(name.replace("--", "/"), file)
+
+    def do_POST(self):
+        """Answers the requests of an upload."""
+        hub, path = self.server.hub, unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if "read-only" in hub.faults:
+            return self._send(403, b"{}", {"X-Error-Message": "no leave"})
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            hub.created[name] = asked.get("visibility") == "private" or asked.get("private") is True
+            return self._send(200, json.dumps({"url": f"{hub.url}/{name}", "name": name}).encode())
+        if path == "/api/validate-yaml":
+            return self._send(200, b'{"errors": [], "warnings": []}')
+        name, kind = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", path).groups()
+        if kind == "preupload":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            return self._send(200, json.dumps({"files": files}).encode())
+        lines = [json.loads(line) for line in body.splitlines()]
+        hub.uploaded.setdefault(name, {}).update(
+            {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
+            }
+        )
+        url = f"{hub.url}/{name}/commit/{hub.commit(name)}"
+        return self._send(200, json.dumps({"commitUrl": url, "commitOid": hub.commit(name)}).encode())
 
     def do_HEAD(self):
         """Answers the request that huggingface_hub sends before it downloads a whole file."""
