@@ -63,7 +63,9 @@ def upload_checkpoint(folder: str | os.PathLike, repo: str, base_model: str | No
     card = Path(folder, _CARD)
     card.write_text(_card(Path(folder), base_model), encoding="utf-8")
     try:
-        HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a checkpoint of hfq")
+        HfApi().upload_folder(
+            repo_id=repo, folder_path=os.fspath(folder), commit_message="Add a checkpoint of hfq"
+        )
     except Exception as error:
         raise _refused(error, repo, folder) from error
     return f"{HfApi().endpoint}/{repo}"
