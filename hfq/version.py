@@ -1,3 +1,3 @@
 """hfq's version, which every layer may name."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
