@@ -11,6 +11,7 @@ import typer
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
 from hfq.cli.progress_bar import progress_bar
 from hfq.cli.push_to_hub import Private, PushToHub, Upload
+from hfq.cli.sizes import as_size
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -45,7 +46,7 @@ def convert(
         return
     print(
         f"{out}: {report.layers} layers as {to}, each read back bit-identical; {report.files} files, "
-        f"{report.nbytes:,} bytes"
+        f"{as_size(report.nbytes)}"
     )
     if report.left_out:
         print(f"not copied: {', '.join(map(ascii, report.left_out))}")

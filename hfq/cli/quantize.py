@@ -11,6 +11,7 @@ import typer
 from hfq.cli.model_argument import Model, Out, Revision, TrustRemoteCode, model_folder
 from hfq.cli.progress_bar import progress_bar
 from hfq.cli.push_to_hub import Private, PushToHub, Upload
+from hfq.cli.sizes import as_size
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
@@ -143,7 +144,7 @@ def _line(progress: Progress) -> str:
 def _summary(report: QuantizeReport) -> str:
     resumed = f", {report.resumed} decoder layers reused from an earlier run" if report.resumed else ""
     layers = f"{len(report.layers)} layers as {report.format}"
-    return f"{report.path}: {layers}, {report.nbytes:,} bytes in {report.seconds:,.1f} s{resumed}"
+    return f"{report.path}: {layers}, {as_size(report.nbytes)} in {report.seconds:,.1f} s{resumed}"
 
 
 def _as_dict(report: QuantizeReport) -> dict[str, Any]:

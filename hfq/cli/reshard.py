@@ -11,6 +11,7 @@ import typer
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
 from hfq.cli.progress_bar import progress_bar
 from hfq.cli.push_to_hub import Private, PushToHub, Upload
+from hfq.cli.sizes import as_size
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -39,7 +40,7 @@ def reshard(
     if as_json:
         print(json.dumps({"path": out, "url": url, **asdict(report)}, indent=2))
         return
-    print(f"{out}: {report.decoder_layers} decoder layers in {report.files} files, {report.nbytes:,} bytes")
+    print(f"{out}: {report.decoder_layers} decoder layers in {report.files} files, {as_size(report.nbytes)}")
     if report.left_out:
         print(f"not copied: {', '.join(map(ascii, report.left_out))}")
     if url is not None:

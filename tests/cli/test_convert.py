@@ -5,6 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from hfq.cli.sizes import as_size
 from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -21,7 +22,7 @@ def test_it_converts_and_says_what_it_wrote(tmp_path):
     nbytes = sum(file.stat().st_size for file in files)
     told = (
         f"{tmp_path / 'v2'}: 28 layers as gptq_v2, each read back bit-identical; {len(files)} files, "
-        f"{nbytes:,} bytes\n"
+        f"{as_size(nbytes)}\n"
     )
     assert done.stdout == told
     assert done.stderr == ""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from hfq.cli.sizes import as_size
 from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -21,7 +22,7 @@ def test_it_copies_and_says_what_it_wrote(tmp_path):
     assert tiny_models.digests(tmp_path / "copy") == tiny_models.digests(GPTQ)
     files = list((tmp_path / "copy").iterdir())
     nbytes = sum(file.stat().st_size for file in files)
-    assert done.stdout == f"{tmp_path / 'copy'}: 4 decoder layers in {len(files)} files, {nbytes:,} bytes\n"
+    assert done.stdout == f"{tmp_path / 'copy'}: 4 decoder layers in {len(files)} files, {as_size(nbytes)}\n"
     assert done.stderr == ""  # no bar where nobody watches
 
 

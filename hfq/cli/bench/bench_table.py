@@ -7,6 +7,7 @@ from typing import Any
 
 from hfq.cli.console import EscapingConsole
 from hfq.cli.fitting_table import FittingTable
+from hfq.cli.sizes import as_size
 
 __all__ = ["print_table"]
 
@@ -77,4 +78,4 @@ def _text(value: float | None, form: str, unit: str) -> str:
 
 
 def _size(nbytes: int | None) -> str:
-    return _NONE if nbytes is None else f"{nbytes / 1e9:.3g} GB"
+    return _NONE if nbytes is None else as_size(nbytes)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hfq.cli.fitting_table import FittingTable
-from hfq.cli.plan.zero_ranks import as_size
+from hfq.cli.sizes import as_size
 from hfq.plots.plans import PARTS
 
 if TYPE_CHECKING:

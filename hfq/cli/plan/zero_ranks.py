@@ -6,14 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 from hfq.cli.fitting_table import FittingTable
+from hfq.cli.sizes import as_size
 
 if TYPE_CHECKING:
     from hfq.cli.plan.options import PlanOptions
     from hfq.placement.zero.memory import ModelStates, ZeroMemory, ZeroSetup
 
-__all__ = ["as_size", "plan_zero"]
-
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+__all__ = ["plan_zero"]
 
 
 def plan_zero(options: PlanOptions) -> None:
@@ -180,12 +179,3 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
 
 def _device(offload: str) -> str:
     return "the device" if offload == "none" else offload
-
-
-def as_size(nbytes: float) -> str:
-    """Formats bytes with three significant digits: `4.5 GB`, or `-` for none."""
-    if nbytes == 0:
-        return "-"
-    scale, unit = next(((scale, unit) for scale, unit in _UNITS if nbytes >= 0.9995 * scale), (1, "B"))
-    value = nbytes / scale
-    return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"

@@ -85,8 +85,8 @@ def test_a_layer_is_read_after_the_rows_of_the_one_before_are_freed(model, tmp_p
         waiting.add(layer._index)
         bring(layer)
 
-    def taking(layer, *args):
-        found = update(layer, *args)
+    def taking(layer, *args, **kwargs):
+        found = update(layer, *args, **kwargs)
         waiting.discard(layer._index)
         return found
 
