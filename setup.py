@@ -52,7 +52,7 @@ setup(
         "accelerate>=1.10",
         "safetensors>=0.8",
         "pyyaml>=6",
-        "typer>=0.16",
+        "typer>=0.18",
         "rich>=13",
     ],
     extras_require={

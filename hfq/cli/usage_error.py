@@ -43,9 +43,10 @@ def explain_usage(error: Exception, arguments: Sequence[str]) -> HfqError | None
     if type(error).__name__ == "BadOptionUsage" and "requires" in text:
         return SetupError(f"{getattr(error, 'option_name', '')} has no value.", fix=advice)
     if type(error).__name__ == "MissingParameter" and param is not None:
-        name = param.metavar.rstrip(".") if param.param_type_name == "argument" else param.opts[-1]
+        if param.param_type_name == "argument":
+            return SetupError(f"{path} requires {param.metavar.rstrip('.')}.", fix=advice)
         return SetupError(
-            f"{path} requires {name}.", expected=param.help.rstrip("."), found="nothing", fix=advice
+            f"{path} requires {param.opts[-1]}.", expected=param.help.rstrip("."), found="nothing", fix=advice
         )
     if type(error).__name__ == "BadParameter" and param is not None:
         option, value = typed_option(param.opts, arguments) or (param.opts[-1], "")
