@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate", "draw_chart"]
+__all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate", "as_size", "draw_chart"]
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,15 @@ class Report:
 def as_rate(rate: float | None) -> str:
     """Returns a rate in bytes per second as text."""
     return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
+
+
+def as_size(nbytes: float) -> str:
+    """Returns bytes with three significant digits: `4.5 GB`, or `-` for none."""
+    if nbytes == 0:
+        return "-"
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if nbytes >= 0.9995 * scale), (1, "B"))
+    value = nbytes / scale
+    return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
 
 
 def draw_chart(chart: ReportChart, facts: Mapping[str, str], file: Path) -> bool:

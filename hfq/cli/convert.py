@@ -11,7 +11,7 @@ import typer
 from hfq.cli.model_argument import Model, Out, Revision, model_folder
 from hfq.cli.progress_bar import progress_bar
 from hfq.cli.push_to_hub import Private, PushToHub, Upload
-from hfq.cli.sizes import as_size
+from hfq.tables import as_size
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint

@@ -5,7 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
-from hfq.cli.sizes import as_size
+from hfq.tables import as_size
 from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
-from hfq.cli.sizes import as_size
+from hfq.tables import as_size
 from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

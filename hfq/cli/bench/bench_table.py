@@ -7,7 +7,7 @@ from typing import Any
 
 from hfq.cli.console import EscapingConsole
 from hfq.cli.fitting_table import FittingTable
-from hfq.cli.sizes import as_size
+from hfq.tables import as_size
 
 __all__ = ["print_table"]
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hfq.cli.fitting_table import FittingTable
-from hfq.cli.sizes import as_size
 from hfq.plots.plans import PARTS
+from hfq.tables import as_size
 
 if TYPE_CHECKING:
     from rich.console import Console

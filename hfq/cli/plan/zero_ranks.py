@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from hfq.cli.fitting_table import FittingTable
-from hfq.cli.sizes import as_size
+from hfq.tables import as_size
 
 if TYPE_CHECKING:
     from hfq.cli.plan.options import PlanOptions

@@ -39,6 +39,8 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    hfq checks the JSON of each.
 11. `modeling_utils.convert_and_load_state_dict_in_model`. Upstream sorts and renames every stored tensor,
    also those that hfq has loaded itself. hfq passes on only the others.
+12. `PreTrainedModel.from_pretrained`, with `HFQ_ENABLE=1` in the environment. Upstream gives a program that
+   names no quantizer that of the checkpoint. hfq passes an `HfqConfig` instead (launched_loads.py).
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ from hfq.integrations.deepspeed.scatter import described_folder
 from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.integrations.hub.gguf_files import download_gguf
 from hfq.integrations.transformers.interpreter import pausing_collection
+from hfq.integrations.transformers.launched_loads import applying_launch_options
 from hfq.loading.argument_checks import check_arguments, open_local, take_gguf_file
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
@@ -97,6 +100,8 @@ def patch_modeling_utils(module: Any) -> None:
         reading = module.PreTrainedConfig._get_config_dict.__func__
         module.PreTrainedConfig._get_config_dict = classmethod(_checking(reading))
         _guard(module.PreTrainedModel)
+        guarding = module.PreTrainedModel.from_pretrained.__func__
+        module.PreTrainedModel.from_pretrained = classmethod(applying_launch_options(guarding))
         module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
         for name, count in (("num_parameters", num_parameters), ("get_memory_footprint", memory_footprint)):
             setattr(module.PreTrainedModel, name, _counting(getattr(module.PreTrainedModel, name), count))

@@ -1,0 +1,234 @@
+"""Loads of a program that does not name hfq, under `hfq launch` or `HFQ_ENABLE=1`.
+
+Every quantized checkpoint that `PreTrainedModel.from_pretrained` meets then gets an `HfqConfig`. Auto classes
+call this method, too, once they have chosen a class, so their errors stay those of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfq.checkpoint import Checkpoint
+from hfq.errors import CheckpointError, FormatError, SetupError, nearest
+from hfq.formats.configs.source_config import detection_hints, source_config
+from hfq.formats.detection.detect import UnquantizedError, detect_formats, tensors_by_module
+from hfq.launch_environment import CONFIG, is_enabled, read_options, record, say
+from hfq.loading.argument_checks import check_arguments
+from hfq.loading.config import METHOD, OPTIONS, HfqConfig
+from hfq.loading.context import load_context
+from hfq.loading.ranks import is_zero3
+from hfq.placement.device_map import AUTOMATIC
+from hfq.tables import as_size
+
+__all__ = ["PLACEMENT", "LaunchOptions", "applying_launch_options"]
+
+PLACEMENT = ("device_map", "max_memory", "offload_folder")
+"""Options that are arguments of `from_pretrained`; the others are those of `HfqConfig`."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of every load in a launched program.
+
+    Attributes:
+        config: Options of `HfqConfig`, for quantized checkpoints.
+        quantize_weights: Its option of this name, for float checkpoints; None leaves these to plain
+            transformers.
+        placement: Arguments of `from_pretrained`, for loads whose program passes none.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    quantize_weights: Any = None
+    placement: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], source: str = CONFIG) -> LaunchOptions:
+        """Returns the options of a JSON object, checked before anything is loaded.
+
+        Args:
+            options: Options by name.
+            source: Variable, option, or file that they come from, for messages.
+
+        Raises:
+            HfqError: An option is unknown or has an invalid value.
+        """
+        known = (*PLACEMENT, *OPTIONS)
+        for name in options:
+            if name not in known:
+                raise SetupError(
+                    f"The options in {source} have the unknown key {name!r}.{nearest(name, known)}",
+                    expected=", ".join(known),
+                    found=name,
+                    fix="Remove the key, or use one of the expected names.",
+                )
+        given = {name: value for name, value in options.items() if value is not None}
+        checked = {name: value for name, value in given.items() if name in OPTIONS}
+        HfqConfig(**{"kernel": "reference", **checked})  # another kernel may start a build
+        placement = {name: given.pop(name) for name in PLACEMENT if name in given}
+        if isinstance(placement.get("max_memory"), Mapping):
+            limits = placement["max_memory"].items()
+            placement["max_memory"] = {int(key) if str(key).isdigit() else key: size for key, size in limits}
+            placement.setdefault("device_map", "auto")
+        check_arguments(placement)
+        return cls(given, given.pop("quantize_weights", None), placement)
+
+
+@functools.cache
+def _options_of(text: str) -> LaunchOptions:
+    return LaunchOptions.of(read_options(text))
+
+
+def applying_launch_options(original: Callable) -> Callable:
+    """Returns `PreTrainedModel.from_pretrained`, which applies the options of the environment.
+
+    Args:
+        original: The function of the class method.
+    """
+
+    @functools.wraps(original)
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        path = pretrained_model_name_or_path
+        if not is_enabled() or path is None or kwargs.get("state_dict") is not None:
+            return original(cls, path, *args, **kwargs)
+        options = _options_of(os.environ.get(CONFIG, ""))
+        chosen, reason = None, ""
+        if not load_context().is_active:
+            chosen, reason = _choose_config(options, path, kwargs)
+        if reason:
+            say(f"plain transformers loads {path}: {reason}.")
+            return original(cls, path, *args, **kwargs)
+        replaced = ""
+        if chosen is not None:
+            kwargs["quantization_config"] = chosen
+            replaced = _place(options.placement, kwargs)
+        found = original(cls, path, *args, **kwargs)
+        _report(path, found, "" if chosen is not None else " with the program's own HfqConfig", replaced)
+        return found
+
+    return from_pretrained
+
+
+def _choose_config(
+    options: LaunchOptions, path: Any, kwargs: Mapping[str, Any]
+) -> tuple[HfqConfig | None, str]:
+    """Returns the config of a load, or the reason why it stays with plain transformers.
+
+    Both are empty if the program itself passes an `HfqConfig`.
+    """
+    stored = _stored_config(kwargs.get("config"))
+    asked, own = _method(kwargs.get("quantization_config")), _method(stored)
+    if METHOD in (asked, own):
+        return None, ""
+    if asked is not None and asked != own:
+        return None, f"the program passes quantization_config={type(kwargs['quantization_config']).__name__}"
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if kwargs.get(name):
+            return None, f"the program passes {name}=True"
+    if stored is not None or _is_quantized(path, kwargs):
+        return HfqConfig(**options.config), ""
+    if options.quantize_weights is not None:
+        return HfqConfig(**options.config, quantize_weights=options.quantize_weights), ""
+    return None, "it is not quantized"
+
+
+def _stored_config(config: Any) -> Any:
+    """Returns the quantization config in a model config, or None."""
+    for owner in () if config is None or isinstance(config, (str, os.PathLike)) else _configs(config):
+        found = getattr(owner, "quantization_config", None)
+        if found is not None:
+            return found
+    return None
+
+
+def _configs(config: Any) -> list[Any]:
+    """Returns a model config and the configs of its parts, such as that of the text model."""
+    return [config, *(value for value in vars(config).values() if hasattr(value, "model_type"))]
+
+
+def _method(config: Any) -> str | None:
+    """Returns the `quant_method` of a quantization config or dict, or None without one."""
+    if config is None:
+        return None
+    method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _is_quantized(path: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if config.json, or the tensors of a local folder, are quantized."""
+    gguf_file = kwargs.get("gguf_file")
+    if gguf_file is not None or str(path).endswith(".gguf"):
+        return True
+    folder = os.path.join(path, kwargs.get("subfolder") or "")
+    if not os.path.isdir(folder):
+        return kwargs.get("config") is None and _is_declared(path, kwargs)
+    try:
+        checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
+        source = source_config(checkpoint)
+        detect_formats(tensors_by_module(checkpoint.tensors), detection_hints(checkpoint, source))
+    except UnquantizedError:
+        return False
+    except FormatError:
+        return True  # the load raises it again
+    except CheckpointError:
+        return _is_declared(path, kwargs)  # transformers also reads files that hfq does not, such as pickles
+    return True
+
+
+def _is_declared(path: Any, kwargs: Mapping[str, Any]) -> bool:
+    from transformers import PreTrainedConfig
+
+    names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    given = {name: kwargs[name] for name in names if name in kwargs}
+    try:
+        config = PreTrainedConfig.get_config_dict(path, **given)[0]
+    except OSError:  # the load raises it again
+        return False
+    return config.get("quantization_config") is not None
+
+
+def _place(placement: Mapping[str, Any], kwargs: dict[str, Any]) -> str:
+    """Adds the placement to the arguments of a load, where the program leaves it to the loader.
+
+    A `device_map` such as "auto" leaves it to the loader.
+
+    Returns:
+        A sentence about options that arguments of the program replace; empty without one.
+    """
+    if "offload_folder" in placement and kwargs.get("offload_folder") is None:
+        kwargs["offload_folder"] = placement["offload_folder"]
+    asked = [name for name in ("device_map", "max_memory") if name in placement]
+    device_map = kwargs.get("device_map")
+    if is_zero3():
+        own = "ZeRO-3"
+    elif kwargs.get("tp_plan") is not None:
+        own = f"tp_plan={kwargs['tp_plan']!r}"
+    elif kwargs.get("max_memory"):
+        own = f"max_memory={kwargs['max_memory']!r}"
+    elif device_map is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):
+        own = f"device_map={device_map!r}"
+    else:
+        own = ""
+    if asked and not own:
+        kwargs.update({name: placement.get(name) for name in ("device_map", "max_memory")})
+    if not asked or not own or all(kwargs.get(name) == placement[name] for name in asked):
+        return ""
+    return f" The program's {own[:80]} replaces {' and '.join(asked)} of hfq launch."
+
+
+def _report(path: Any, found: Any, by: str, replaced: str) -> None:
+    """Prints and records one line about a load of hfq."""
+    model = found[0] if isinstance(found, tuple) else found  # with output_loading_info
+    loading = getattr(getattr(model, "hf_quantizer", None), "loading", None)
+    if loading is None:
+        return
+    devices = loading.plan.nbytes_by_device().items()
+    placed = ", ".join(f"{as_size(nbytes)} on {device}" for device, nbytes in devices)
+    line = f"loaded {path}{by}: {loading.describe_formats() or 'unquantized'}; {placed}.{replaced}"
+    say(line)
+    record(line)

@@ -1,0 +1,216 @@
+"""Loads of programs that do not name hfq, with hfq enabled by the environment."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+)
+from transformers.utils.quantization_config import GPTQConfig
+
+from hfq import HfqConfig, pretrained_config
+from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError
+from hfq.integrations.transformers import launched_loads
+from hfq.integrations.transformers.launched_loads import LaunchOptions
+from hfq.launch_environment import CONFIG, ENABLE, RECORD
+from tests.support import tiny_models
+from tests.support.models import logits
+
+GPTQ, FLOAT = str(tiny_models.DATA / "tiny-llama-gptq"), str(tiny_models.DATA / "tiny-llama")
+PARTS = {"": "cpu", "model.layers.1": "disk"}
+TOKENS = torch.arange(12).reshape(1, 12)
+
+
+@pytest.fixture
+def enable(monkeypatch):
+    """enable(**options): enables hfq with these options for every load."""
+
+    def enable(**options):
+        monkeypatch.setenv(ENABLE, "1")
+        monkeypatch.setenv(CONFIG, json.dumps(options))
+
+    return enable
+
+
+def method(model):
+    return getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+
+
+@pytest.mark.parametrize("owner", [AutoModelForCausalLM, LlamaForCausalLM])
+def test_a_quantized_checkpoint_loads_with_the_options(enable, capsys, tmp_path, monkeypatch, owner):
+    expected = logits(LlamaForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig()), TOKENS)
+    enable(device_map=PARTS, disk_io="direct")
+    (tmp_path / "record").touch()
+    monkeypatch.setenv(RECORD, str(tmp_path / "record"))
+    model = owner.from_pretrained(GPTQ)
+    assert method(model).disk_io == "direct"
+    assert torch.equal(logits(model, TOKENS), expected)
+    line = f"loaded {GPTQ}: gptq v1 int4 g128 sym; 741 kB on cpu, 116 kB on disk.\n"
+    assert capsys.readouterr().err.count(f"hfq: {line}") == 1
+    assert (tmp_path / "record").read_text() == line
+
+
+def test_a_float_checkpoint_stays_with_plain_transformers(enable, capsys):
+    enable(device_map="disk")
+    model = AutoModelForCausalLM.from_pretrained(FLOAT)
+    assert method(model) is None
+    assert f"hfq: plain transformers loads {FLOAT}: it is not quantized.\n" in capsys.readouterr().err
+
+
+def test_quantize_weights_quantizes_float_checkpoints_and_keeps_others(enable, capsys):
+    enable(quantize_weights="fp8")
+    assert method(AutoModelForCausalLM.from_pretrained(FLOAT)).recipe.method == "fp8"
+    assert f"hfq: loaded {FLOAT}: fp8 e4m3" in capsys.readouterr().err
+    assert method(AutoModelForCausalLM.from_pretrained(GPTQ)).recipe is None
+
+
+def test_without_the_variable_nothing_changes(monkeypatch, capsys):
+    monkeypatch.setenv(CONFIG, json.dumps({"quantize_weights": "fp8"}))
+    monkeypatch.delenv(ENABLE, raising=False)
+    assert method(AutoModelForCausalLM.from_pretrained(FLOAT)) is None
+    assert "hfq:" not in capsys.readouterr().err
+
+
+def test_pickled_weights_are_left_to_transformers(enable, tmp_path):
+    enable()
+    model = AutoModelForCausalLM.from_pretrained(FLOAT)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
+
+
+def test_errors_of_auto_classes_stay_those_of_transformers(enable):
+    enable()
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSeq2SeqLM.from_pretrained(GPTQ)
+
+
+def test_a_quantized_checkpoint_that_hfq_cannot_read_is_an_error(enable, tmp_path):
+    enable()
+    config = AutoConfig.from_pretrained(GPTQ)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_program_s_own_config_wins(enable, capsys):
+    enable(device_map="disk", disk_io="direct")
+    model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(disk_io="buffered"))
+    assert method(model).disk_io == "buffered"
+    assert f"hfq: loaded {GPTQ} with the program's own HfqConfig: gptq" in capsys.readouterr().err
+    config = pretrained_config(GPTQ, HfqConfig(disk_io="buffered"))
+    model = LlamaForCausalLM.from_pretrained(GPTQ, config=config)
+    assert method(model).disk_io == "buffered"
+
+
+def test_a_config_of_the_checkpoint_s_own_method_is_no_other_choice(enable):
+    """lm_eval passes the config of the checkpoint again."""
+    enable()
+    model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=GPTQConfig(bits=4))
+    assert isinstance(method(model), HfqConfig)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
+            "the program passes quantization_config=BitsAndBytesConfig",
+        ),
+        ({"load_in_8bit": True}, "the program passes load_in_8bit=True"),
+    ],
+)
+def test_another_method_of_the_program_wins(arguments, reason):
+    options = LaunchOptions.of({"quantize_weights": "fp8"})
+    assert launched_loads._choose_config(options, FLOAT, arguments) == (None, reason)
+
+
+SAID = " The program's {} replaces device_map of hfq launch."
+
+
+@pytest.mark.parametrize(
+    ("program", "used", "said"),
+    [
+        ({}, PARTS, ""),
+        ({"device_map": "auto"}, PARTS, ""),
+        ({"device_map": "auto", "max_memory": {}}, PARTS, ""),  # lm_eval without an accelerator
+        ({"device_map": {"": "cpu"}}, {"": "cpu"}, SAID.format("device_map={'': 'cpu'}")),
+        ({"device_map": PARTS}, PARTS, ""),
+        (
+            {"device_map": "auto", "max_memory": {"cpu": 9}},
+            "auto",
+            SAID.format("max_memory={'cpu': 9}"),
+        ),
+        ({"tp_plan": "auto"}, None, SAID.format("tp_plan='auto'")),
+    ],
+)
+def test_explicit_placements_of_the_program_win(program, used, said):
+    kwargs = dict(program)
+    assert launched_loads._place({"device_map": PARTS}, kwargs) == said
+    assert kwargs.get("device_map") == used
+
+
+def test_zero3_replaces_a_device_map(monkeypatch):
+    monkeypatch.setattr(launched_loads, "is_zero3", lambda: True)
+    kwargs = {}
+    assert launched_loads._place({"device_map": PARTS}, kwargs) == SAID.format("ZeRO-3")
+    assert kwargs == {}
+
+
+def test_limits_of_memory_ask_for_an_automatic_map():
+    options = LaunchOptions.of({"max_memory": {"cpu": "1GiB"}, "offload_folder": "/tmp"})
+    kwargs = {"device_map": None, "offload_folder": "mine"}
+    assert launched_loads._place(options.placement, kwargs) == ""
+    assert kwargs == {"device_map": "auto", "max_memory": {"cpu": "1GiB"}, "offload_folder": "mine"}
+    kwargs = {"device_map": {"": "cpu"}}
+    assert launched_loads._place(options.placement, kwargs).endswith(
+        "replaces device_map and max_memory of hfq launch."
+    )
+    assert kwargs == {"device_map": {"": "cpu"}, "offload_folder": "/tmp"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"devcie_map": "disk"}, SetupError, "unknown key 'devcie_map'. Did you mean 'device_map'?"),
+        ({"disk_io": "fast"}, SetupError, "disk_io='fast' is not valid."),
+        ({"quantize_weights": "fp9"}, SetupError, "fp9"),
+        ({"device_map": "dsk"}, PlacementError, "dsk"),
+        ({"max_memory": {"cpu": "8"}}, SetupError, "max_memory['cpu'] is not a size."),
+        ({"max_memory": {"7": "8GiB"}}, PlacementError, "max_memory[7]"),
+    ],
+)
+def test_wrong_options_are_errors_of_the_load(enable, options, error, message):
+    enable(**options)
+    with pytest.raises(error) as raised:
+        AutoModelForCausalLM.from_pretrained(GPTQ)
+    assert message in str(raised.value)
+    assert "\nFix: " in str(raised.value)
+
+
+def test_declared_and_detected_checkpoints_are_quantized(tmp_path):
+    assert launched_loads._is_quantized("organization/model", {"gguf_file": "model.gguf"})
+    folder = shutil.copytree(GPTQ, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for side_file in folder.glob("quant*_config.json"):
+        side_file.unlink()
+    assert launched_loads._is_quantized(folder, {})
+    assert not launched_loads._is_quantized(FLOAT, {})
+    assert not launched_loads._is_quantized(tmp_path / "nowhere", {})
+
+
+def test_tensors_that_contradict_the_config_are_quantized(monkeypatch):
+    def contradicting(*_):
+        raise FormatError("a contradiction", fix="none")
+
+    monkeypatch.setattr(launched_loads, "detect_formats", contradicting)
+    assert launched_loads._is_quantized(GPTQ, {})
