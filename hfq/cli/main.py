@@ -25,6 +25,8 @@ from hfq.cli import (
 from hfq.cli.bench.bench_command import bench
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
+from hfq.cli.launch import serving
+from hfq.cli.launch.launch_command import launch
 from hfq.cli.plan import command as plan
 from hfq.cli.typed_options import as_typed
 from hfq.cli.usage_error import explain_file_error, explain_usage, typed_option
@@ -48,6 +50,7 @@ class Verb:
         example: A command line that ends the help page.
         resume: What to do after an interruption, in one sentence.
         synonyms: Names that other tools give the verb; hfq suggests the verb for them.
+        runs_program: True if all words after the first argument are those of a program.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Verb:
     example: str
     resume: str = "Run the same command again."
     synonyms: tuple[str, ...] = ()
+    runs_program: bool = False
 
 
 VERBS = (
@@ -139,6 +143,28 @@ VERBS = (
         synonyms=("draw", "report"),
     ),
     Verb("demo", demo.demo, "Run a model that does not fit in memory.", "hfq demo"),
+    Verb(
+        "launch",
+        launch,
+        "Run any program with hfq enabled.",
+        "hfq launch --device-map auto --max-memory cpu=8GiB python generate.py",
+        runs_program=True,
+    ),
+    Verb(
+        "chat",
+        serving.chat,
+        "Chat with a model.",
+        "hfq chat --device-map auto --max-memory cpu=8GiB Qwen/Qwen3-8B-AWQ",
+        synonyms=("run",),
+        runs_program=True,
+    ),
+    Verb(
+        "serve",
+        serving.serve,
+        "Serve an OpenAI-compatible API.",
+        "hfq serve --device-map disk Qwen/Qwen3-8B-AWQ",
+        runs_program=True,
+    ),
 )
 """Every verb, in the order of the help page."""
 
@@ -241,6 +267,7 @@ def _add(verb: Verb, name: str | None = None) -> None:
         short_help=verb.help,
         epilog=f"\b\nExample:\n  {verb.example}",
         hidden=name is not None,
+        context_settings={"allow_interspersed_args": not verb.runs_program},
     )
     add(verb.run)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hfq.errors import HfqError
 
-__all__ = ["as_typed", "check_dtype", "parse_device_map"]
+__all__ = ["as_typed", "check_dtype", "parse_device_map", "parse_max_memory"]
 
 
 def parse_device_map(text: str, option: str = "--device-map") -> Any:
@@ -21,6 +21,37 @@ def parse_device_map(text: str, option: str = "--device-map") -> Any:
     from hfq.evaluation.placed_models import as_device_map
 
     return as_device_map(text, option)
+
+
+def parse_max_memory(text: str) -> dict[str, int]:
+    """Returns the bytes by device of `cpu=8GiB,cuda:0=20GiB`.
+
+    Raises:
+        SetupError: The text names no device, or a size without a unit.
+    """
+    from hfq.errors import SetupError
+    from hfq.placement.estimate.hardware import parse_size
+
+    limits: dict[str, int] = {}
+    for part in text.split(","):
+        device, separator, size = (piece.strip() for piece in part.partition("="))
+        if not separator or not re.fullmatch(r"cpu|disk|([a-z]+:)?[0-9]+", device):
+            raise SetupError(
+                f"--max-memory {text} is not valid.",
+                expected="DEVICE=SIZE, separated by commas; DEVICE is cpu, disk, or cuda:0",
+                found=part,
+                fix="Pass a size for each device, for example --max-memory cpu=8GiB.",
+            )
+        try:
+            limits[device] = parse_size(size, f"the size of {device}", least=0)
+        except HfqError as error:
+            raise SetupError(
+                f"--max-memory {text} has no valid size for {device}.",
+                expected="a number with a unit",
+                found=size or "nothing",
+                fix=f"Pass --max-memory {device}=8GiB, for example.",
+            ) from error
+    return limits
 
 
 def check_dtype(dtype: str) -> str:

@@ -27,7 +27,16 @@ HELP = {
     "compare": "Check whether two checkpoints or placements are the same model.",
     "plot": "Draw charts from JSON results.",
     "demo": "Run a model that does not fit in memory.",
+    "launch": "Run any program with hfq enabled.",
+    "chat": "Chat with a model.",
+    "serve": "Serve an OpenAI-compatible API.",
 }
+
+LOAD_OPTIONS = (
+    "--config --device-map --max-memory --offload-folder --quantize-weights --modules-to-not-convert "
+    "--quantize-activations --llm-int8-threshold --kernel --cpu-memory --disk-io --disk-checksum "
+    "--expert-cache-size --execute-cpu-layers-on --reader-ranks --nvme-source"
+)
 
 OPTIONS = {
     "inspect": "MODEL --revision --kernels --json",
@@ -64,6 +73,9 @@ OPTIONS = {
     ),
     "plot": "FILE... --output-dir --html",
     "demo": "--folder --json",
+    "launch": f"PROGRAM... {LOAD_OPTIONS}",
+    "chat": f"MODEL ARGS... {LOAD_OPTIONS}",
+    "serve": f"MODEL ARGS... {LOAD_OPTIONS}",
 }
 
 OLD_VERBS = ("calibrate", "eval", "verify", "pack", "report")

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from hfq.cli.model_argument import Model, Revision, model_folder
-from hfq.cli.typed_options import check_dtype, parse_device_map
-from hfq.errors import HfqError, SetupError
+from hfq.cli.typed_options import check_dtype, parse_device_map, parse_max_memory
+from hfq.errors import SetupError
 
 __all__ = ["bench"]
 
@@ -51,7 +51,7 @@ def bench(
 
     options = BenchOptions(
         device_map=parse_device_map(device_map),
-        max_memory=None if max_memory is None else _parse_max_memory(max_memory, device_map),
+        max_memory=None if max_memory is None else _parse_limits(max_memory, device_map),
         dtype=check_dtype(dtype),
         n_prompt=n_prompt,
         n_gen=n_gen,
@@ -88,10 +88,8 @@ def _parse_threads(text: str | None) -> list[int | None]:
     return [int(part) for part in dict.fromkeys(parts)]
 
 
-def _parse_max_memory(text: str, device_map: str) -> dict[str, int]:
-    """Returns the bytes by device of `cpu=8GiB,cuda:0=20GiB`."""
-    from hfq.placement.estimate.hardware import parse_size
-
+def _parse_limits(text: str, device_map: str) -> dict[str, int]:
+    """Returns the bytes by device of `--max-memory`, which requires an automatic device map."""
     if device_map != "auto":
         raise SetupError(
             f"--max-memory limits nothing with --device-map {device_map}.",
@@ -99,23 +97,4 @@ def _parse_max_memory(text: str, device_map: str) -> dict[str, int]:
             found=device_map,
             fix="Omit --max-memory, or pass --device-map auto.",
         )
-    limits: dict[str, int] = {}
-    for part in text.split(","):
-        device, separator, size = (piece.strip() for piece in part.partition("="))
-        if not separator or not re.fullmatch(r"cpu|disk|([a-z]+:)?[0-9]+", device):
-            raise SetupError(
-                f"--max-memory {text} is not valid.",
-                expected="DEVICE=SIZE, separated by commas; DEVICE is cpu, disk, or cuda:0",
-                found=part,
-                fix="Pass a size for each device, for example --max-memory cpu=8GiB.",
-            )
-        try:
-            limits[device] = parse_size(size, f"the size of {device}", least=0)
-        except HfqError as error:
-            raise SetupError(
-                f"--max-memory {text} has no valid size for {device}.",
-                expected="a number with a unit",
-                found=size or "nothing",
-                fix=f"Pass --max-memory {device}=8GiB, for example.",
-            ) from error
-    return limits
+    return parse_max_memory(text)

@@ -1,0 +1,1 @@
+"""`hfq launch`, `hfq serve`, and `hfq chat`: programs with hfq enabled."""

@@ -1,0 +1,152 @@
+"""`hfq serve MODEL` and `hfq chat MODEL`: the commands of transformers with hfq enabled."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import IO, Annotated, Any
+
+import typer
+
+from hfq.cli.launch.load_options import with_load_options
+from hfq.cli.launch.run_program import (
+    enabling_environment,
+    exit_status,
+    report_nothing,
+    run_enabled,
+    run_program,
+)
+from hfq.errors import SetupError
+
+__all__ = ["chat", "serve"]
+
+Served = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id of the checkpoint.")]
+ServeArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS...", help="Options of transformers serve, such as --port.")
+]
+ChatArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS...", help="Arguments of transformers chat, such as max_new_tokens=99."),
+]
+
+_TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
+_REQUIRED = ("fastapi", "openai", "pydantic", "uvicorn")
+_POLL_SECONDS = 0.1
+_STOP_SECONDS = 10.0
+
+
+@with_load_options
+def serve(model: Served, arguments: ServeArguments = None, *, options: str) -> None:
+    """Serves a checkpoint by an OpenAI-compatible API, with transformers serve.
+
+    Options of hfq come before the model, and those of transformers serve after it.
+    """
+    _check_packages()
+    raise typer.Exit(run_enabled([*_TRANSFORMERS, "serve", model, *(arguments or ())], options))
+
+
+@with_load_options
+def chat(model: Served, arguments: ChatArguments = None, *, options: str) -> None:
+    """Chats with a checkpoint: starts transformers serve, and transformers chat for it.
+
+    Options of hfq come before the model, and arguments of transformers chat after it.
+    """
+    _check_packages()
+    with _server(model, options) as url:
+        status = run_program([*_TRANSFORMERS, "chat", model, url, *(arguments or ())], os.environ)
+    raise typer.Exit(status)
+
+
+def _check_packages() -> None:
+    missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SetupError(
+            "transformers cannot serve models without further packages. Nothing was started.",
+            expected=", ".join(_REQUIRED),
+            found=f"{', '.join(missing)} not installed",
+            fix="Run pip install 'transformers[serving]'.",
+        )
+
+
+@contextlib.contextmanager
+def _server(model: str, options: str) -> Iterator[str]:
+    """A context manager that serves the model on a free port, and yields the address.
+
+    It has a session of its own, so that Ctrl-C of the terminal interrupts only the chat.
+    """
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [*_TRANSFORMERS, "serve", model, "--port", str(port)]
+    with (
+        tempfile.NamedTemporaryFile("r", prefix="hfq-chat-") as record,
+        tempfile.TemporaryFile("w+b") as said,
+    ):
+        environment = enabling_environment(os.environ, options, record.name)
+        before = signal.signal(signal.SIGTERM, _leave)
+        server = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_ready(server, port, said)
+            report_nothing("transformers serve", record.read().splitlines())
+            yield f"http://localhost:{port}"
+        finally:
+            server.terminate()
+            try:
+                server.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
+
+
+def _wait_until_ready(server: subprocess.Popen, port: int, said: IO[bytes]) -> None:
+    """Waits for a server to answer, and shows on standard error what it prints until then.
+
+    Raises:
+        typer.Exit: The server has ended, with its exit status.
+    """
+    shown = 0
+    while True:
+        has_ended, is_ready = server.poll() is not None, _answers(port)
+        text = os.pread(said.fileno(), 1 << 20, shown)
+        shown += len(text)
+        sys.stderr.write(text.decode("utf-8", "replace"))
+        sys.stderr.flush()
+        if has_ended:
+            raise typer.Exit(exit_status(server.returncode) or 1)
+        if is_ready:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _answers(port: int) -> bool:
+    import http.client
+
+    connection = http.client.HTTPConnection("localhost", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,1 @@
+"""Folder that `hfq launch` puts on PYTHONPATH."""

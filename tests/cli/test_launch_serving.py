@@ -1,0 +1,92 @@
+"""`hfq serve` and `hfq chat`, with a program in place of transformers; the real one: tests/clients."""
+
+import sys
+
+import pytest
+import typer
+
+from hfq.cli.launch import serving
+from hfq.cli.main import main
+
+PROGRAM = """
+import http.server, json, os, sys, urllib.request
+
+verb, model, *rest = sys.argv[1:]
+if verb == "chat":
+    print(json.dumps([model, *rest]))
+    for _ in range(2):
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(rest[0])
+    sys.exit(5)
+print("loading", model, os.environ["HFQ_ENABLE"], flush=True)
+if model == "damaged":
+    sys.exit(3)
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        print("a request", flush=True)
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+if "--port" in rest:
+    http.server.HTTPServer(("localhost", int(rest[1])), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def transformers(monkeypatch, tmp_path):
+    """A program in place of transformers."""
+    file = tmp_path / "transformers_cli.py"
+    file.write_text(PROGRAM)
+    monkeypatch.setattr(serving, "_TRANSFORMERS", [sys.executable, str(file)])
+    monkeypatch.setattr(serving, "_REQUIRED", ("json",))
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+def test_chat_starts_a_server_and_ends_it(capfd):
+    assert run("chat", "folder", "max_new_tokens=9", "--user", "me") == 5
+    printed = capfd.readouterr()
+    assert printed.out.startswith('["folder", "http://localhost:')
+    assert printed.out.endswith('", "max_new_tokens=9", "--user", "me"]\n')
+    assert "loading folder 1\n" in printed.err
+    assert printed.err.count("a request") <= 1  # the first; lines about those of the chat would mix with it
+
+
+def test_chat_ends_with_the_server(capfd):
+    assert run("chat", "damaged") == 3
+    assert "loading damaged 1\n" in capfd.readouterr().err
+
+
+def test_serve_passes_options_on(capfd):
+    assert run("serve", "folder", "--host", "0.0.0.0") == 0
+    printed = capfd.readouterr()
+    assert printed.out == "loading folder 1\n"
+    assert "hfq: nothing was loaded with hfq: " in printed.err
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve"])
+def test_missing_packages_are_an_error(capsys, monkeypatch, verb):
+    monkeypatch.setattr(serving, "_REQUIRED", ("json", "no_such_package"))
+    assert run(verb, "folder") == 1
+    error = capsys.readouterr().err
+    assert "found: no_such_package not installed" in error
+    assert "Fix: Run pip install 'transformers[serving]'." in error
+
+
+def test_a_termination_ends_the_server():
+    with pytest.raises(SystemExit) as ended, serving._server("folder", ""):
+        serving._leave(15, None)
+    assert ended.value.code == 143
+
+
+def test_a_server_that_ends_without_an_error_is_a_failure(tmp_path):
+    (tmp_path / "transformers_cli.py").write_text("")
+    with pytest.raises(typer.Exit) as ended, serving._server("folder", ""):
+        pass
+    assert ended.value.exit_code == 1
