@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile eve
 
 .SILENT:  # each verb says in words what it does
 
-.PHONY: demo test check docs site bench bench-fms tables gpu fuzz exhaustive stress interop clean
+.PHONY: demo test check docs site bench bench-fms tables gpu fuzz exhaustive stress interop clients clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	echo "Making the environment $(VENV) and installing hfq and its dependencies (minutes)"
@@ -85,6 +85,10 @@ stress: $(VENV)/.installed  ## load in many processes, kill saves and quantizati
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	echo "Making other projects' environments and checkpoints, and loading each with hfq"
 	tests/interop/run.sh
+
+clients: $(VENV)/.installed  ## run transformers serve and chat, lm_eval, trl, sentence-transformers, and launchers under hfq launch
+	echo "Installing other projects' programs into .venv-clients, and running them with hfq (about 6 minutes)"
+	tests/clients/run.sh requirements.txt
 
 clean:
 	echo "Removing $(VENV), build output and caches"

@@ -38,6 +38,7 @@ ChatArguments = Annotated[
 
 _TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
 _REQUIRED = ("fastapi", "openai", "pydantic", "uvicorn")
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 
@@ -60,7 +61,9 @@ def chat(model: Served, arguments: ChatArguments = None, *, options: str) -> Non
     """
     _check_packages()
     with _server(model, options) as url:
-        status = run_program([*_TRANSFORMERS, "chat", model, url, *(arguments or ())], os.environ)
+        # huggingface_hub 2.4 offline does not reach the server of this machine either
+        environment = {name: value for name, value in os.environ.items() if name not in _OFFLINE}
+        status = run_program([*_TRANSFORMERS, "chat", model, url, *(arguments or ())], environment)
     raise typer.Exit(status)
 
 
