@@ -32,6 +32,7 @@ NOT_RUN = {
     "docs/how_to/use_ibm_fms.md": ["import torch"],
     "docs/how_to/plan_memory.md": ["hfq plan"],
     "docs/how_to/quantize_and_publish.md": ["make tables"],
+    "docs/how_to/run_other_programs.md": ["hfq launch", "hfq serve"],
     "docs/tutorials/moe_on_16gb.md": ["hfq profile-machine"],
     "docs/tutorials/quickstart.md": ["make demo"],
     "docs/how_to/use_tensor_parallelism.md": ["from hfq", "torchrun --nproc_per_node"],

@@ -20,6 +20,7 @@ from hfq.integrations.transformers import launched_loads
 from hfq.integrations.transformers.launched_loads import LaunchOptions
 from hfq.launch_environment import CONFIG, ENABLE, RECORD
 from tests.support import tiny_models
+from tests.support.gguf_models import write_random_llama
 from tests.support.models import logits
 
 GPTQ, FLOAT = str(tiny_models.DATA / "tiny-llama-gptq"), str(tiny_models.DATA / "tiny-llama")
@@ -84,6 +85,16 @@ def test_pickled_weights_are_left_to_transformers(enable, tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
+
+
+def test_a_gguf_file_loads_with_hfq(enable, tmp_path):
+    write_random_llama(tmp_path, "Q4_K")
+    arguments = {"pretrained_model_name_or_path": tmp_path, "gguf_file": "model.gguf"}
+    expected = LlamaForCausalLM.from_pretrained(**arguments, quantization_config=HfqConfig())
+    enable(device_map="disk")
+    model = LlamaForCausalLM.from_pretrained(**arguments)
+    assert set(model.hf_quantizer.loading.plan.nbytes_by_device()) == {"disk"}
+    assert torch.equal(logits(model, TOKENS), logits(expected, TOKENS))
 
 
 def test_errors_of_auto_classes_stay_those_of_transformers(enable):
