@@ -158,8 +158,9 @@ def test_a_file_that_cannot_be_executed_is_an_error(tmp_path):
         run_enabled([str(file)], "")
 
 
-def test_an_option_is_checked_before_the_program_starts(capsys, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(programs.ROOT))
+def test_an_option_is_checked_before_the_program_starts(capsys, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('a line of another module')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(programs.ROOT)]))
     with pytest.raises(SystemExit) as ended:
         main(["launch", "--disk-io", "fast", "echo", "started"])
     printed = capsys.readouterr()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_type_hints
 
@@ -100,21 +102,29 @@ def _resolved_elsewhere(given: Mapping[str, Any]) -> str:
     It imports torch, which takes memory and starts threads. The process that waits for the program must have
     no other threads: one of them could receive its signals.
     """
-    command = [sys.executable, "-c", f"from {__name__} import answer; answer()"]
-    done = subprocess.run(command, input=pickle.dumps(dict(given)), stdout=subprocess.PIPE, check=True)
-    found = pickle.loads(done.stdout)
+    with tempfile.TemporaryFile() as answers:
+        descriptor = answers.fileno()
+        command = [sys.executable, "-c", f"from {__name__} import answer; answer({descriptor})"]
+        subprocess.run(command, input=pickle.dumps(dict(given)), pass_fds=[descriptor], check=True)
+        answers.seek(0)
+        found = pickle.load(answers)
     if isinstance(found, HfqError):
         raise found
     return found
 
 
-def answer() -> None:
-    """Reads options from standard input, and writes what `resolve_options` returns or raises."""
+def answer(descriptor: int) -> None:
+    """Reads options from standard input, and writes what `resolve_options` returns or raises.
+
+    Args:
+        descriptor: File to write to. Standard output is open to every imported module.
+    """
     try:
         found: str | HfqError = resolve_options(pickle.load(sys.stdin.buffer))
     except HfqError as error:
         found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+    with os.fdopen(descriptor, "wb") as answers:
+        pickle.dump(found, answers)
 
 
 def resolve_options(given: Mapping[str, Any]) -> str:
