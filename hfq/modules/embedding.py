@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
-from hfq.errors import SetupError
 from hfq.formats import Format
 from hfq.modules.graph_capture import uncompiled
+from hfq.modules.graph_ops import OPS, look_up
+from hfq.modules.layer_layout import layer_text
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
@@ -51,7 +53,6 @@ class QuantizedEmbedding(QuantizedModule):
         super().__init__(name, embedding_dim, num_embeddings, weight_format, infos)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
-    @uncompiled
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Looks up rows.
 
@@ -64,29 +65,19 @@ class QuantizedEmbedding(QuantizedModule):
         Raises:
             SetupError: A token is out of range.
         """
-        wanted, places = tokens.reshape(-1).unique(return_inverse=True)
-        if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.num_embeddings:
-            raise SetupError(
-                f"{self.name} received a token outside of its table.",
-                expected=f"0 to {self.num_embeddings - 1}",
-                found=f"{int(wanted[0])} to {int(wanted[-1])}",
-                fix="Use the tokenizer of this checkpoint.",
-            )
-        rows = self._rows(wanted)[places].view(*tokens.shape, self.embedding_dim)
+        if is_compiling() and self.fits_graph():
+            rows = OPS.lookup(tokens, self.graph_inputs(), self.layout, self.dtype)
+        else:
+            rows = self._rows(tokens)
         return rows if self.replaced_class is None else rows * self.embed_scale.to(rows.dtype)
 
-    def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of ascending tokens, dequantized in panels of `row_multiple` rows."""
-        tensors, multiple = self.onloaded_tensors(), self.weight_format.row_multiple
-        device = next(iter(tensors.values())).device
-        rows = torch.empty(wanted.numel(), self.embedding_dim, dtype=self.dtype, device=device)
-        last, panel = -1, torch.empty(0)
-        for index, token in enumerate(wanted.tolist()):
-            start = token // multiple * multiple
-            if start != last:
-                count = min(multiple, self.num_embeddings - start)
-                panel = torch.empty(count, self.embedding_dim, dtype=torch.float32, device=device)
-                self.weight_format.dequantize_into(panel, tensors, start)
-                last = start
-            rows[index] = panel[token - start]
-        return rows
+    def _describe(self) -> None:
+        names = self._held_names()
+        vars(self)["layout"] = layer_text(
+            self.weight_format, self.num_embeddings, self.embedding_dim, "", "", None, *names
+        )
+
+    @uncompiled
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        size = self.num_embeddings, self.embedding_dim
+        return look_up(self.name, tokens, self.onloaded_tensors(), self.weight_format, size, self.dtype)

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from hfq.kernels.registry import Kernel
 from hfq.modules.cpu_experts import CpuExperts
 from hfq.modules.graph_capture import check_not_captured, check_not_recorded, is_captured, uncompiled
+from hfq.modules.graph_ops import OPS, experts_number
 from hfq.modules.late_tensor import LateTensor
 from hfq.modules.lazy_module import LazyModule
 from hfq.modules.linear import QuantizedLinear
@@ -81,6 +83,11 @@ class QuantizedExperts(nn.ModuleList):
             self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
         )
         self._hidden_layers: dict[str, Any] = {}
+        self._number = experts_number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = experts_number(self)  # of a copy
 
     def hide_layers(self) -> None:
         """Hides the layers from walks over the model, which are slow for many experts."""
@@ -94,7 +101,6 @@ class QuantizedExperts(nn.ModuleList):
             if self[0].training != self.training:
                 self.train(self.training)
 
-    @uncompiled
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: object
     ) -> torch.Tensor:
@@ -109,6 +115,18 @@ class QuantizedExperts(nn.ModuleList):
         Returns:
             [tokens, hidden] in the dtype of the hidden states.
         """
+        if is_compiling() and self._fits_graph():
+            return OPS.experts(hidden_states, top_k_index, top_k_weights, self._number)
+        return self._compute_routed(hidden_states, top_k_index, top_k_weights)
+
+    def _fits_graph(self) -> bool:
+        return self.onload is None and self.on_route is None and not self.is_late
+
+    @uncompiled
+    def _compute_routed(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes `forward` outside of graphs."""
         if is_captured():
             check_not_captured("A module of quantized experts")
         if self.on_route is not None:
@@ -321,7 +339,6 @@ class SortedExperts(QuantizedExperts):
     is that expert's output.
     """
 
-    @uncompiled
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Returns each expert's outputs for its tokens.
 
@@ -378,7 +395,6 @@ class MaskedExperts(QuantizedExperts):
         self._apply_gate.is_training = mode
         return super().train(mode)
 
-    @uncompiled
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Limits of torch's graph capture: parts that stay out, and graphs that are not made.
 
-Kernels receive addresses, and offloaded weights are in memory for one call only. A recorded graph would keep
-both.
+Quantized layers in memory are operators in a graph (`graph_ops`). Offloaded weights are in memory for one
+call only, and a recorded graph would keep their addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hfq.formats.codecs.thread_buffers import is_graph_recorded
 __all__ = ["check_not_captured", "check_not_recorded", "is_captured", "uncompiled"]
 
 _F = TypeVar("_F", bound=Callable)
-_REASON = "A graph holds neither hfq's kernels nor offloaded weights. Fix: Leave fullgraph=True out."
+_REASON = "A graph holds quantized layers only if their tensors stay in memory."
+_FIX = "Fix: Leave fullgraph=True out, or load the model into the memory of one device."
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _tracing_state = torch._C._get_tracing_state
@@ -27,7 +28,7 @@ _transform_level = torch._C._functorch.maybe_current_level
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
-def uncompiled(function: _F, is_recursive: bool = True) -> _F:
+def uncompiled(function: _F, is_recursive: bool = True, reason: str = _REASON) -> _F:
     """Keeps a function out of the graphs of `torch.compile`; returns the function itself.
 
     This is `torch.compiler.disable` without its wrapper, which costs time in each call, and without the
@@ -36,13 +37,14 @@ def uncompiled(function: _F, is_recursive: bool = True) -> _F:
     Args:
         function: A Python function.
         is_recursive: True if the functions that it calls are not compiled either.
+        reason: Why no graph holds it, for the message under `fullgraph=True`.
     """
     actions = eval_frame._FrameAction
     called = actions.SKIP if is_recursive else actions.DEFAULT
     strategy = eval_frame._FrameExecStrategy(actions.SKIP, called)
     eval_frame.set_code_exec_strategy(cast(types.FunctionType, function).__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = f"{reason} {_FIX}"  # type: ignore[attr-defined]
     return function
 
 
@@ -68,9 +70,9 @@ def check_not_captured(name: str) -> None:
     found = _captured_by()
     if found is not None:
         raise SetupError(
-            f"{name} cannot be captured by {found}, since a graph holds neither hfq's kernels nor offloaded "
-            "weights.",
-            expected="a call of the model",
+            f"{name} cannot be captured by {found}: {_REASON[:1].lower()}{_REASON[1:-1]}, and only if "
+            "torch.compile or torch.export makes it.",
+            expected="torch.compile, or torch.export of a model in the memory of one device",
             found=found,
             fix="Call the model itself, or compile it by torch.compile without fullgraph=True.",
         )

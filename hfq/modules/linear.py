@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
-from hfq.kernels.activations import OutlierTally, quantize_activations
+from hfq.kernels.activations import OutlierTally
 from hfq.kernels.registry import KERNELS, Kernel
 from hfq.modules.graph_capture import is_captured, uncompiled
+from hfq.modules.graph_ops import OPS, multiply_rounded, without_autocast
+from hfq.modules.layer_layout import layer_text
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
@@ -36,6 +38,7 @@ class QuantizedLinear(QuantizedModule):
         outliers: Number of outlier channels so far under LLM.int8(); None for other schemes.
         local_in_features: Number of input channels on this rank: fewer than `in_features` for a slice of the
             layer.
+        is_sliced: True for a slice of a layer, which stays out of graphs.
     """
 
     kernel: Kernel
@@ -43,6 +46,7 @@ class QuantizedLinear(QuantizedModule):
     local_in_features: int
     scheme: ActivationScheme | None = None
     outliers: OutlierTally | None = None
+    is_sliced = False
 
     def __init__(
         self,
@@ -64,21 +68,55 @@ class QuantizedLinear(QuantizedModule):
             own["scheme"] = scheme
             own["outliers"] = OutlierTally() if scheme.outlier_threshold else None
 
-    @uncompiled
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        if activations.shape[-1] != self.local_in_features or not activations.is_floating_point():
-            kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"
-            raise SetupError(
-                f"{self.name} received activations of the wrong {kind}.",
-                expected=f"[..., {self.local_in_features}]",
-                found=str(list(activations.shape)),
-                fix="Load the model with the config.json of this checkpoint.",
-            )
-        activations, context = _autocasted(activations)
-        with context:
-            if torch.is_grad_enabled() and activations.requires_grad:
-                return _Multiply.apply(activations, self)
-            return _multiply(activations, self)
+        if is_compiling() and self._fits_graph(activations):
+            device = activations.device.type
+            if torch.is_autocast_enabled(device):
+                activations = _autocasted(activations)
+            return OPS.linear(activations, self.graph_inputs(), self.layout)
+        return _compute(activations, self)
+
+    def _fits_graph(self, activations: torch.Tensor) -> bool:
+        is_valid = activations.shape[-1] == self.local_in_features and activations.is_floating_point()
+        return is_valid and self.outliers is None and not self.is_sliced and self.fits_graph()
+
+    def _describe(self) -> None:
+        own = vars(self)
+        sizes = own["out_features"], own["local_in_features"]
+        kernels = own["kernel"].name, own["accelerated"].name
+        own["layout"] = layer_text(own["weight_format"], *sizes, *kernels, self.scheme, *self._held_names())
+
+
+@uncompiled
+def _compute(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
+    """Multiplies outside of graphs."""
+    if activations.shape[-1] != module.local_in_features or not activations.is_floating_point():
+        kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"
+        raise SetupError(
+            f"{module.name} received activations of the wrong {kind}.",
+            expected=f"[..., {module.local_in_features}]",
+            found=str(list(activations.shape)),
+            fix="Load the model with the config.json of this checkpoint.",
+        )
+    device = activations.device.type
+    if not activations.is_meta and torch.is_autocast_enabled(device):
+        activations = _autocasted(activations)
+        with without_autocast(activations):
+            return _record(activations, module)
+    return _record(activations, module)
+
+
+def _autocasted(values: torch.Tensor) -> torch.Tensor:
+    """Returns values as `nn.Linear` computes on under autocast."""
+    return (
+        values if values.dtype == torch.float64 else values.to(torch.get_autocast_dtype(values.device.type))
+    )
+
+
+def _record(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
+    if torch.is_grad_enabled() and activations.requires_grad:
+        return _Multiply.apply(activations, module)
+    return _multiply(activations, module)
 
 
 class _Multiply(torch.autograd.Function):
@@ -95,34 +133,20 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         kernel, tensors, grad = _where_it_computes(ctx.module, grads[0])
-        with _autocasted(grad)[1]:
+        with without_autocast(grad):
             values = kernel.linear_grad(grad, tensors, ctx.module.weight_format)
         return values.to(grads[0].device), None
-
-
-def _autocasted(values: torch.Tensor) -> tuple[torch.Tensor, contextlib.AbstractContextManager]:
-    """Returns values as `nn.Linear` computes on under autocast, and the context for the kernel.
-
-    The kernel runs without autocast, since it chooses the dtypes of its own operations.
-    """
-    device = values.device.type
-    if values.is_meta or not torch.is_autocast_enabled(device):
-        return values, contextlib.nullcontext()
-    if values.dtype != torch.float64:
-        values = values.to(torch.get_autocast_dtype(device))
-    return values, torch.autocast(device, enabled=False)
 
 
 def _multiply(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
     scheme = module.scheme
     kernel, tensors, values = _where_it_computes(module, activations)
-    if module.outliers is not None and scheme is not None:
-        module.outliers.count(values, scheme)
-    if kernel.rounds:
-        result = kernel.linear(values, tensors, module.weight_format, scheme)
+    if scheme is None:
+        result = kernel.linear(values, tensors, module.weight_format)
     else:
-        rounded = values if scheme is None else quantize_activations(values, scheme, tensors)
-        result = kernel.linear(rounded, tensors, module.weight_format)
+        if module.outliers is not None:
+            module.outliers.count(values, scheme)
+        result = multiply_rounded(kernel, values, tensors, module.weight_format, scheme)
     return result if values is activations else result.to(activations.device)
 
 

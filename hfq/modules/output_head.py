@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
-from hfq.kernels.cpp import dense
 from hfq.modules.graph_capture import is_captured
+from hfq.modules.graph_ops import OPS, head_grad, multiply_head
 
 __all__ = ["OutputHead", "replace_head"]
 
@@ -22,11 +23,13 @@ class OutputHead(nn.Linear):
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         is_plain = activations.is_cpu and weight.is_cpu and not torch.is_autocast_enabled("cpu")
-        if not is_plain or is_captured():
+        if is_plain and activations.dtype != torch.float32 and is_compiling():
+            return OPS.head(activations, weight)
+        if not is_plain or is_compiling() or is_captured():
             return super().forward(activations)
         if torch.is_grad_enabled() and (activations.requires_grad or weight.requires_grad):
             return _Multiply.apply(activations, weight)
-        return _multiply(activations, weight)
+        return multiply_head(activations, weight)
 
 
 class _Multiply(torch.autograd.Function):
@@ -35,21 +38,11 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activations: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(activations, weight)
-        return _multiply(activations, weight)
+        return multiply_head(activations, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        activations, weight = ctx.saved_tensors
-        grad, of_weight = grads[0], None
-        if ctx.needs_input_grad[1]:
-            rows = activations.reshape(-1, activations.shape[-1])
-            of_weight = grad.reshape(-1, grad.shape[-1]).t() @ rows
-        return grad @ weight if ctx.needs_input_grad[0] else None, of_weight
-
-
-def _multiply(activations: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    found = dense.linear(activations, weight)
-    return nn.functional.linear(activations, weight) if found is None else found
+        return head_grad(grads[0], ctx.saved_tensors, ctx.needs_input_grad)
 
 
 def replace_head(model: Any) -> None:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from hfq.errors import PlacementError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.modules.attribute_names import attribute_names
 from hfq.modules.changes import note_change
 from hfq.modules.flat_buffer import FlatBuffer
 from hfq.modules.graph_capture import check_not_captured, is_captured
+from hfq.modules.graph_ops import OPS
 from hfq.modules.lazy_module import LazyModule
 from hfq.modules.offloaded_parameter import OffloadedParameter, check_stays
 from hfq.modules.stored_parameters import StoredParameter, StoredParameters, no_parameter
@@ -30,22 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedModule"]
 
 _FLAT = "flat_buffer"
-_RESERVED = (
-    _FLAT,
-    "kernel",
-    "accelerated",
-    "scheme",
-    "outliers",
-    "local_in_features",
-    "num_embeddings",
-    "embedding_dim",
-    "_attributes",
-    "_kinds",
-)
-"""Attributes of subclasses; no stored tensor may take one of these names."""
-_ATTRIBUTES: dict[tuple[type, tuple[str, ...]], dict[str, str]] = {}
-
-
 _DECISIVE = frozenset(
     {
         "accelerated",
@@ -60,6 +47,8 @@ _DECISIVE = frozenset(
     }
 )
 """Attributes that decide how a layer computes, see `changes`."""
+_DESCRIBED = frozenset({"accelerated", "kernel", "scheme", "weight_format"})
+"""Those that `QuantizedModule.layout` tells."""
 
 
 class QuantizedModule(LazyModule):
@@ -88,6 +77,7 @@ class QuantizedModule(LazyModule):
         on_cpu: Chooses between the CPU and an accelerator for each call; None if there is no choice.
         dtype: The model's dtype.
         is_transposed: True if the replaced module's weight is [in, out].
+        layout: The text of the layer's layout, for graphs; None before the module holds tensors.
     """
 
     name: str
@@ -101,6 +91,7 @@ class QuantizedModule(LazyModule):
     on_cpu: CpuExecution | None = None
     dtype = torch.float32
     is_transposed = False
+    layout: str | None = None
     _attributes: Mapping[str, str]
     _kinds: Mapping[str, tuple[torch.dtype, torch.Size]] | None = None
     _segments: Mapping[str, Segment] | None = None
@@ -124,14 +115,17 @@ class QuantizedModule(LazyModule):
         own["out_features"] = out_features
         own["weight_format"] = weight_format
         own["infos"] = infos
-        own["_attributes"] = _attributes_of(self)
+        own["_attributes"] = attribute_names(self)
         # Python shares the keys of such dicts only if every object gets them at its start
         own["_kinds"] = own["_cache"] = own["fetch"] = own["onload_device"] = own["_onloaded"] = None
+        own["layout"] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in _DECISIVE:
             note_change()
+            if name in _DESCRIBED and self.layout is not None:
+                self._describe()
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         note_change()
@@ -146,10 +140,12 @@ class QuantizedModule(LazyModule):
         kinds = tuple([(local, tensor.dtype, tensor.shape) for local, tensor in tensors.items()])
         self._hold({self._attributes[local]: StoredParameter(tensor) for local, tensor in tensors.items()})
         vars(self)["_kinds"] = _kinds(kinds)
+        self._describe()
 
     def hold_buffer(self, row: FlatBuffer) -> None:
         """Keeps one flat buffer as the frozen parameter `flat_buffer`."""
         self._hold({_FLAT: StoredParameter(row.buffer)}, row.segments)
+        self._describe()
 
     def hold_shard(
         self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]
@@ -175,6 +171,33 @@ class QuantizedModule(LazyModule):
         for name, value in (("_segments", segments), ("_is_gathered", is_gathered), ("_cache", None)):
             if value is not getattr(self, name):
                 vars(self)[name] = value
+
+    def _describe(self) -> None:
+        """Sets `layout`."""
+
+    def _held_names(self) -> tuple[tuple[str, ...], tuple[Segment, ...] | None]:
+        """Returns the checkpoint's names of the held tensors, and their segments in a flat buffer."""
+        if self._segments is None:
+            return tuple(self._kinds or ()), None
+        return tuple(self._segments), tuple(self._segments.values())
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """Returns the parameters that a graph takes as inputs, in the order of `layout`."""
+        return list(self._parameters.values())  # type: ignore[arg-type]
+
+    def fits_graph(self) -> bool:
+        """Returns True if a graph of torch can hold the module.
+
+        Its tensors must be in memory, on one device and for good.
+        """
+        return (
+            self.layout is not None
+            and self.fetch is None
+            and self.on_cpu is None
+            and self._onloaded is None
+            and self._is_gathered is None
+            and all(each is not None and not each.is_meta for each in self._parameters.values())
+        )
 
     def onload_to(self, device: torch.device) -> None:
         """Sets the device to which the module is onloaded; parameters on meta report it."""
@@ -349,7 +372,7 @@ class QuantizedModule(LazyModule):
             weight = self._blank_weight()
         else:
             try:
-                weight = self.weight_format.dequantize(self.onloaded_tensors(), self.dtype)
+                weight = self._whole_weight()
             except PlacementError:
                 if self._is_gathered is None:
                     raise
@@ -359,6 +382,11 @@ class QuantizedModule(LazyModule):
         weight = weight.t() if self.is_transposed else weight
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
+
+    def _whole_weight(self) -> torch.Tensor:
+        if is_compiling() and self.fits_graph():
+            return OPS.dequantize(self.graph_inputs(), self.layout, self.dtype)
+        return self.weight_format.dequantize(self.onloaded_tensors(), self.dtype)
 
     def _blank_weight(self) -> torch.Tensor:
         return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
@@ -436,35 +464,6 @@ class QuantizedModule(LazyModule):
         unexpected += [
             key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors
         ]
-
-
-def _attributes_of(module: QuantizedModule) -> dict[str, str]:
-    """Returns the attribute name of each stored tensor, in one object for all equal modules."""
-    key = type(module), tuple(module.infos)
-    if key not in _ATTRIBUTES:
-        attributes: dict[str, str] = {}
-        for local in module.infos:
-            taken = {*vars(module), *attributes.values()}
-            attributes[local] = _attribute(local, taken, _names_of(type(module)))  # type: ignore[arg-type]
-        _ATTRIBUTES[key] = attributes
-    return _ATTRIBUTES[key]
-
-
-@functools.cache
-def _names_of(cls: type) -> frozenset[str]:
-    """Returns the names that a class uses itself."""
-    return frozenset({*dir(cls), *_RESERVED})
-
-
-def _attribute(local: str, taken: set[str], reserved: frozenset[str]) -> str:
-    """Returns the attribute name of a stored tensor.
-
-    torch allows no dots in it, and it must differ from the module's other attributes.
-    """
-    name = local.replace(".", "__")
-    while name in taken or name in reserved:
-        name = f"stored_{name}"
-    return name
 
 
 def _on_meta(info: TensorInfo) -> torch.Tensor:

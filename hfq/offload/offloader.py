@@ -269,7 +269,6 @@ class Offloader:
     def _wrap(self, index: int, unit: OffloadUnit) -> None:
         forward, binding = unit.module.forward, self._bindings[index]
 
-        @uncompiled
         @functools.wraps(forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:
             check_inputs(unit.name, args)
@@ -279,7 +278,7 @@ class Offloader:
 
             return (current_worker(self) or self).within(index, compute)
 
-        unit.module.forward = streamed
+        unit.module.forward = uncompiled(streamed, reason=_not_in_graphs(unit.name))
 
     def _wrap_owner(
         self, owner: nn.Module, weights: Sequence[UnquantizedParameter], device: torch.device
@@ -346,7 +345,6 @@ class Offloader:
         read_rows_on_demand(weight, EmbeddingTable(unit.name, weight, copy_stream, files, self.pool, stored))
         forward = weight.module.forward
 
-        @uncompiled
         @functools.wraps(forward)
         def looked_up(*args: Any, **kwargs: Any) -> Any:
             check_inputs(unit.name, args)
@@ -354,7 +352,7 @@ class Offloader:
 
         # its reader threads end with it, and the table needs them
         looked_up.offloader = self  # type: ignore[attr-defined]
-        weight.module.forward = looked_up
+        weight.module.forward = uncompiled(looked_up, reason=_not_in_graphs(unit.name))
 
     def _acquire(self, index: int) -> torch.Tensor:
         self.prefetch_order.visit(index)
@@ -426,6 +424,11 @@ class Offloader:
         for buffers in self.buffers.values():
             buffers.reset()
         self.experts.reset()
+
+
+def _not_in_graphs(name: str) -> str:
+    """Returns why no graph of torch holds a unit."""
+    return f"{name} is offloaded, and a graph holds no offloaded weights."
 
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()

@@ -129,6 +129,7 @@ class Layers:
                 out_features, in_features = (
                     (count, in_features) if part.axis == "out" else (out_features, count)
                 )
+            module.is_sliced = part is not None
             module.local_in_features = in_features
             module.kernel = choose_kernel(self._config.kernel, weight_format, in_features, out_features)
         module.hold({local: tensor.to(device) for local, tensor in tensors.items()})

@@ -153,6 +153,16 @@ class HfqQuantizer(HfQuantizer):
         return True
 
     @property
+    def is_compileable(self) -> bool:
+        """True if `generate` may compile the forward pass: all weights stay in memory.
+
+        transformers asks before each generation with a static cache.
+        """
+        if self.loading is None or self.loading.offloader is not None:
+            return False
+        return all(module.fits_graph() for module in self.loading.quantized.values())
+
+    @property
     def is_trainable(self) -> bool:
         return True
 

@@ -202,6 +202,7 @@ class SlicedLoader(ModelLoader):
         module.hold_buffer(FlatBuffer(row.buffer.to(self.main), row.segments))
         self._settled[name] = _changes(found, module.weight_format)
         if part is not None and isinstance(module, QuantizedLinear):
+            module.is_sliced = True
             module.local_in_features = part.stop - part.start if part.axis == "in" else target.in_features
             # transformers' hooks read this attribute
             module._hf_quantized_needs_local_tp = True
