@@ -28,7 +28,6 @@ engine for it.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
@@ -89,10 +88,11 @@ def _loaded(module: ModuleType) -> None:
     run_pending()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Import finder that wraps the loader of a module in `_CALLBACKS`.
 
-    It finds nothing itself and asks the other finders.
+    It finds nothing itself and asks the other finders. It derives from no class of `importlib.abc`, whose
+    import takes as long as the rest of `import hfq`.
     """
 
     def find_spec(
@@ -103,15 +103,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if isinstance(finder, _Finder) else finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader)
+                spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 
 
-class _Loader(importlib.abc.Loader):
+class _Loader:
     """Import loader that runs the callback after the real loader has executed the module."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:

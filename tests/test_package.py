@@ -1,6 +1,8 @@
 """Tests of properties of the whole package."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,14 @@ def test_cpp_files_stay_within_the_limits_and_include_themselves_nowhere(path):
     assert len(lines) <= 500
     assert max(map(len, lines)) <= 110
     assert not any("__FILE__" in line for line in lines)
+
+
+def test_importing_hfq_imports_no_large_module():
+    code = "import sys; before = set(sys.modules); import hfq; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    large = {"importlib.abc", "inspect", "logging", "multiprocessing", "numpy", "tempfile", "torch", "typer"}
+    assert "hfq.errors" in done.stdout.split()
+    assert not large & set(done.stdout.split())
 
 
 def test_every_error_says_how_to_fix_it():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -75,6 +73,9 @@ def _measured(folder: Path, paths: dict[str, Path], as_json: bool, bar: Progress
 
 def _in_a_process(path: Path, text: Path, placement: str) -> dict:
     """Runs each placement in a fork of a process with all imports, to measure its own memory."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_MEASURE])
     try:
