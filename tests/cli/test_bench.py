@@ -78,7 +78,7 @@ def test_each_number_of_threads_is_measured_in_a_process_of_its_own(tmp_path, mo
     assert "limits of standards" in done.stdout
 
 
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("in_process", "native")
 def test_json_has_all_measurements():
     report = found("--device-map", "cpu", "-t", "1")
     (measured,) = report["runs"]
@@ -90,6 +90,7 @@ def test_json_has_all_measurements():
         "n_prompt": 8,
         "n_gen": 4,
         "repetitions": 2,
+        "is_compiled": False,
     }
     assert measured["threads"] == 1
     assert set(measured["devices"]) == {"cpu"}
@@ -99,6 +100,7 @@ def test_json_has_all_measurements():
         mean = sum(tokens / each for each in seconds) / 2
         assert measured[f"{name}_tokens_per_second"] == pytest.approx(mean)
         assert measured[f"{name}_tokens_per_second_std"] >= 0
+    assert 0 < measured["host_seconds_per_layer"] < 1e-3
     assert 0 < measured["load_nbytes"] <= report["model"]["file_nbytes"]
     assert measured["load_seconds"] > 0
     predicted = measured["predicted"]
@@ -107,6 +109,26 @@ def test_json_has_all_measurements():
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("in_process", "native")
+def test_the_host_time_of_layers_is_printed():
+    lines = run(GPTQ, *SMALL, "--device-map", "cpu").stdout.splitlines()
+    assert any("host time per layer" in line and "µs" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_generation_with_torch_compile_is_measured():
+    (measured,) = found("--device-map", "cpu", "-t", "1", "--compile")["runs"]
+    assert len(measured["decode_compiled_seconds"]) == 2
+    assert measured["compile_seconds"] > max(measured["decode_compiled_seconds"])
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_model_on_disk_is_not_compiled():
+    done = run(GPTQ, *SMALL, "--device-map", "disk", "--compile")
+    assert "needs a model whose weights stay in memory" in str(done.exception)
+
+
 def test_weights_stay_on_disk_where_they_are_placed_there():
     on_disk = found("--device-map", "disk")["runs"][0]
     in_memory = found("--device-map", "cpu")["runs"][0]

@@ -55,7 +55,7 @@ OPTIONS = {
     "env": "MODEL --revision --config --clean --json",
     "profile-machine": "MODEL --revision --folder --output-file --num-processes --json --quick",
     "bench": (
-        "MODEL --revision --device-map --max-memory --dtype --n-prompt --n-gen --threads --repetitions --json"
+        "MODEL --revision --device-map --max-memory --dtype --n-prompt --n-gen --threads --repetitions --compile --json"
     ),
     "quantize": (
         "MODEL OUT --revision --method --bits --group-size --sym --desc-act --static-groups --clip-search "

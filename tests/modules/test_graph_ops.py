@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from hfq.errors import SetupError
 from hfq.formats.fp8 import Fp8
@@ -83,7 +84,7 @@ def test_an_input_of_another_size_is_the_error_of_eager():
 def test_layers_of_one_kind_share_a_graph():
     layers = [quantized(), quantized()]
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     for layer in layers:
         layer.compile(backend=counter, fullgraph=True)
         layer(random(3, IN))
@@ -93,7 +94,7 @@ def test_layers_of_one_kind_share_a_graph():
 def test_a_changed_kernel_makes_another_graph():
     layer, x = quantized(), random(3, IN)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     graph = torch.compile(layer, backend=counter, fullgraph=True)
     graph(x)
     layer.kernel = KERNELS["reference"]
@@ -179,7 +180,7 @@ def test_experts_in_a_graph_have_the_same_bits_and_gradients():
 def test_routes_do_not_compile_again():
     module = experts()
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     graph = torch.compile(module, backend=counter, fullgraph=True)
     with torch.no_grad():
         for shift in range(4):

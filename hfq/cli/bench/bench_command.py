@@ -43,6 +43,9 @@ def bench(
         int,
         typer.Option("-r", "--repetitions", min=1, help="Number of measurements of prompt and generation."),
     ] = 3,
+    is_compiled: Annotated[
+        bool, typer.Option("--compile", help="Also generate with torch.compile and a static cache.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measures load time, memory, and tokens per second."""
@@ -57,6 +60,7 @@ def bench(
         n_gen=n_gen,
         threads=_parse_threads(threads),
         repetitions=repetitions,
+        is_compiled=is_compiled,
     )
     found = run_bench(_find_folder(model, revision), options)
     if as_json:

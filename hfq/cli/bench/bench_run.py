@@ -31,6 +31,7 @@ class BenchOptions:
         n_gen: Tokens to generate.
         threads: Numbers of threads; None for torch's own.
         repetitions: Number of measurements of prompt and generation.
+        is_compiled: True to also generate with `torch.compile`.
     """
 
     device_map: Any
@@ -40,6 +41,7 @@ class BenchOptions:
     n_gen: int
     threads: list[int | None]
     repetitions: int
+    is_compiled: bool = False
 
 
 def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
@@ -55,7 +57,10 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
     Raises:
         HfqError: The model cannot be loaded or run, or a process ended early.
     """
-    steps = 2 + options.repetitions * ((options.n_prompt > 0) + (options.n_gen > 0))
+    is_compiled = options.is_compiled and options.n_gen > 0
+    steps = (
+        3 + is_compiled + options.repetitions * ((options.n_prompt > 0) + (options.n_gen > 0) + is_compiled)
+    )
     with progress_bar(len(options.threads) * steps) as bar:
         runs = [_run(folder, options, threads, bar) for threads in options.threads]
     model = {name: runs[0][name] for name in _OF_MODEL}
@@ -70,7 +75,8 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
 
 def _run(folder: str, options: BenchOptions, threads: int | None, bar: ProgressBar) -> dict[str, Any]:
     """Returns the measurements with one number of threads, from a process of their own."""
-    given = {name: value for name, value in asdict(options).items() if name not in ("threads", "repetitions")}
+    of_command = ("threads", "repetitions", "is_compiled")
+    given = {name: value for name, value in asdict(options).items() if name not in of_command}
     label = "" if threads is None else f" with {threads} threads"
     with Worker(_WORKER, folder=folder, threads=threads, **given) as worker:
 
@@ -87,7 +93,12 @@ def _run(folder: str, options: BenchOptions, threads: int | None, bar: ProgressB
             if count:
                 seconds = [ask(name, name)["seconds"] for _ in range(options.repetitions)]
                 run |= _rates(name, count, seconds)
+        run |= ask("host", "timing layers")
         run |= _checked(worker.ask("memory"))
+        if options.is_compiled and options.n_gen:
+            run |= ask("compile", "compiling")
+            seconds = [ask("decode_compiled", "decode")["seconds"] for _ in range(options.repetitions)]
+            run |= _rates("decode_compiled", options.n_gen, seconds)
     return run | {"predicted": predicted}
 
 

@@ -48,6 +48,12 @@ def _rows(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             measured = f"{run[key]:.2f} ± {run[f'{key}_std']:.2f} tokens/s"
             expected = predicted.get(key) if _has_same_threads(run) else None
             yield f"{name} {run[f'{name}_tokens']}", measured, _text(expected, ".2f", " tokens/s")
+    if "decode_compiled_seconds" in run:
+        rate, deviation = (run[f"decode_compiled_tokens_per_second{end}"] for end in ("", "_std"))
+        compiled = f"{rate:.2f} ± {deviation:.2f} tokens/s, after {run['compile_seconds']:.3g} s"
+        yield f"decode {run['decode_compiled_tokens']}, compiled", compiled, _NONE
+    if run["host_seconds_per_layer"] is not None:
+        yield "host time per layer", f"{run['host_seconds_per_layer'] * 1e6:.3g} µs", _NONE
 
 
 def _notes(found: dict[str, Any]) -> Iterator[str]:

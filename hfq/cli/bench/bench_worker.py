@@ -24,6 +24,7 @@ from hfq.machine_profile.worker_process import memory, reset_peak, serve
 from hfq.placement.accelerators import list_accelerators
 from hfq.placement.estimate.profile import Profile, read_profile
 from hfq.placement.estimate.roofline import TERMS
+from hfq.runtime.host_time import host_seconds_per_layer
 from hfq.runtime.predicted_memory import predict_memory
 from hfq.runtime.predicted_speed import predict_step, takes_tokens
 
@@ -33,7 +34,7 @@ _SEED = 0
 
 
 class BenchWorker:
-    """Answers `load`, `warm_up`, `prefill`, `decode`, and `memory`.
+    """Answers the steps of a run, such as `load` and `decode`.
 
     Args:
         folder: The checkpoint's folder.
@@ -66,7 +67,16 @@ class BenchWorker:
             torch.set_num_threads(threads)
         self._model: Any = None
         self._before = 0
-        steps = (self.load, self.warm_up, self.prefill, self.decode, self.memory)
+        steps = (
+            self.load,
+            self.warm_up,
+            self.prefill,
+            self.decode,
+            self.host,
+            self.compile,
+            self.decode_compiled,
+            self.memory,
+        )
         self.commands = {step.__name__: _telling_errors(step) for step in steps}
 
     def load(self) -> dict[str, Any]:
@@ -134,6 +144,43 @@ class BenchWorker:
         """Generates tokens one by one behind an empty cache: seconds."""
         started = time.perf_counter()
         self._generate(self._n_gen)
+        return {"seconds": time.perf_counter() - started}
+
+    def host(self) -> dict[str, Any]:
+        """Measures the time of the interpreter for one call of a layer: seconds, or None."""
+        return {"host_seconds_per_layer": host_seconds_per_layer(self._model)}
+
+    def compile(self) -> dict[str, Any]:
+        """Generates with `torch.compile` for the first time: seconds.
+
+        Raises:
+            SetupError: A part of the model is offloaded.
+        """
+        if not self._model.hf_quantizer.is_compileable:
+            raise SetupError(
+                "hfq bench --compile needs a model whose weights stay in memory.",
+                expected="no offloaded weights",
+                found=", ".join(loader_of(self._model).plan.nbytes_by_device()),
+                fix="Pass --device-map cpu or --device-map cuda:0, or omit --compile.",
+            )
+        return {"compile_seconds": self.decode_compiled()["seconds"]}
+
+    def decode_compiled(self) -> dict[str, Any]:
+        """Generates tokens with `torch.compile` and a static cache: seconds."""
+        from transformers import CompileConfig, GenerationConfig
+
+        compiling = CompileConfig()
+        compiling._compile_all_devices = True
+        config = GenerationConfig(
+            max_new_tokens=self._n_gen,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation="static",
+            compile_config=compiling,
+        )
+        started = time.perf_counter()
+        self._model.generate(self._random_tokens(1), config)
         return {"seconds": time.perf_counter() - started}
 
     def memory(self) -> dict[str, Any]:
