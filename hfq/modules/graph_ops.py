@@ -6,6 +6,7 @@ module have too many tensors for that: a graph holds the number of the module in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -41,6 +42,7 @@ _library = Library("hfq", "DEF")
 _held: dict[int, tuple[weakref.ref[torch.Tensor], str, TensorCache]] = {}
 _experts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def multiply_rounded(
@@ -138,9 +140,11 @@ def experts_number(experts: Any) -> torch.Tensor:
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def without_autocast(values: torch.Tensor) -> torch.autocast:
+def without_autocast(values: torch.Tensor) -> contextlib.AbstractContextManager:
     """Returns the context of a kernel, which chooses the dtypes of its own operations."""
-    return torch.autocast(values.device.type, enabled=False)
+    device = values.device.type
+    is_needed = not values.is_meta and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_needed else _AS_IT_IS
 
 
 def _tensors(stored: Sequence[torch.Tensor], text: str, layout: LayerLayout) -> Mapping[str, torch.Tensor]:
@@ -311,7 +315,8 @@ def _define(schema: str, compute: Callable, fake: Callable, tags: tuple = ()) ->
 _HOST = (torch.Tag.cudagraph_unsafe,)
 """Of operators that the host routes."""
 
-_define("linear(Tensor activations, Tensor[] stored, str layout) -> Tensor", _linear, _new_outputs)
+for _name in ("linear", "linear_without_grad"):
+    _define(f"{_name}(Tensor activations, Tensor[] stored, str layout) -> Tensor", _linear, _new_outputs)
 _define("linear_grad(Tensor grad, Tensor[] stored, str layout) -> Tensor", _linear_grad, _new_inputs)
 _define(
     "lookup(Tensor tokens, Tensor[] stored, str layout, ScalarType dtype) -> Tensor",
@@ -334,6 +339,7 @@ _define(
     _new_grads,
     _HOST,
 )
+_library.impl("linear_without_grad", torch.library.fallthrough_kernel, "Autograd")  # which takes longer
 register_autograd("hfq::linear", _backward_layer, setup_context=_keep_layer, lib=_library)
 register_autograd("hfq::head", _backward_head, setup_context=_keep_inputs, lib=_library)
 register_autograd("hfq::experts", _backward_routed, setup_context=_keep_inputs, lib=_library)

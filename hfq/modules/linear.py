@@ -73,7 +73,9 @@ class QuantizedLinear(QuantizedModule):
             device = activations.device.type
             if torch.is_autocast_enabled(device):
                 activations = _autocasted(activations)
-            return OPS.linear(activations, self.graph_inputs(), self.layout)
+            has_grad = torch.is_grad_enabled() and activations.requires_grad
+            multiply = OPS.linear if has_grad else OPS.linear_without_grad
+            return multiply(activations, self.graph_inputs(), self.layout)
         return _compute(activations, self)
 
     def _fits_graph(self, activations: torch.Tensor) -> bool:

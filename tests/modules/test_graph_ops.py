@@ -67,6 +67,15 @@ def test_a_product_in_a_graph_has_the_same_bits_and_gradient(name, in_buffer):
     assert torch.equal(*gradients)
 
 
+def test_a_graph_without_gradients_is_not_used_for_one_with_them():
+    layer, x = quantized(), random(3, IN).requires_grad_()
+    graph = compiled(layer)
+    with torch.no_grad():
+        graph(x)
+    graph(x).sum().backward()
+    assert x.grad is not None and x.grad.any()
+
+
 def test_a_product_under_autocast_has_the_dtype_and_bits_of_eager():
     layer, x = quantized(), random(3, IN)
     graph = compiled(layer)

@@ -1,10 +1,16 @@
 """`torch.compile` and `torch.export` hold quantized layers, compute around offloaded ones, and harm no model."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig
 
+from hfq.formats.mlx.affine import Mlx
+from tests.support import gguf_models, lora_runs, moe_models, tiny_models
 from tests.support.models import load, logits
 
 TOKENS = torch.arange(8)[None]
@@ -113,3 +119,77 @@ def test_one_offloaded_layer_is_compiled_without_harm():
         expected = layer(x)
         assert torch.equal(torch.compile(layer, backend="eager")(x), expected)
         assert torch.equal(layer(x), expected)
+
+
+def write_moe(folder):
+    scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.id == "qwen3 by expert, pack-quantized")
+    return moe_models.write(scheme).save(folder)
+
+
+def write_llama_4(folder):
+    scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.model == "llama4")
+    return moe_models.write(scheme).save(folder)
+
+
+def write_router(folder):
+    scheme = moe_models.Scheme("mixtral", "mixtral", moe_models.FP8, moe_models.FP8_CONFIG)
+    return moe_models.write(scheme, lambda name: name.endswith(("_proj", "mlp.gate"))).save(folder)
+
+
+def write_gguf(folder):
+    """Writes a model whose embedding and head are quantized, too."""
+    return gguf_models.write_random_llama(folder, "Q4_K")
+
+
+def write_tied(folder):
+    """Writes a model whose head is its quantized embedding."""
+    tensors = tiny_models.model_tensors(Mlx())
+    embedding = Mlx().quantize(tensors.pop("model.embed_tokens.weight").float())
+    del tensors["lm_head.weight"]
+    tensors |= {f"model.embed_tokens.{local}": tensor for local, tensor in embedding.items()}
+    quantization = {"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "affine"}
+    path = tiny_models.write_model(folder, tensors, quantization)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_moe, write_llama_4, write_router, write_gguf, write_tied])
+def test_other_models_are_one_graph(write, tmp_path):
+    model = load(write(tmp_path / "model"))
+    torch._dynamo.reset()
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(logits(graph, TOKENS), logits(model, TOKENS))
+
+
+@pytest.mark.slow
+def test_adapters_train_the_same_on_a_compiled_model():
+    expected = lora_runs.train(lora_runs.adapt(lora_runs.load()))
+    torch._dynamo.reset()
+    adapted = lora_runs.adapt(lora_runs.load())
+    base = adapted.base_model.model
+    base.forward = torch.compile(base.forward, backend="aot_eager", fullgraph=True)
+    assert lora_runs.train(adapted).is_equal(expected)
+
+
+@pytest.mark.slow
+def test_the_default_backend_compiles_the_rest(native):
+    model = load()
+    torch._dynamo.reset()
+    found = logits(torch.compile(model, fullgraph=True), TOKENS)
+    assert (found - logits(model, TOKENS)).norm() <= 1e-5 * found.norm()
+
+
+@pytest.mark.slow
+def test_an_exported_model_runs_in_a_process_without_the_model(tmp_path):
+    layer, x = load(kernel="torch").model.layers[0].self_attn.q_proj, torch.ones(2, 128)
+    exported = torch.export.export(layer, (x,))
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    lines = (
+        "import sys, torch, hfq.modules.graph_ops",
+        "program = torch.export.load(sys.argv[1] + '/layer.pt2')",
+        "torch.save(program.module()(torch.ones(2, 128)), sys.argv[1] + '/outputs.pt')",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines), tmp_path], check=True, timeout=120)
+    assert torch.equal(torch.load(tmp_path / "outputs.pt"), layer(x))
