@@ -175,10 +175,10 @@ def test_adapters_train_the_same_on_a_compiled_model():
 
 @pytest.mark.slow
 def test_the_default_backend_compiles_the_rest(native):
-    model = load()
+    layer, x = load().model.layers[0].mlp, torch.ones(1, 3, 128)
     torch._dynamo.reset()
-    found = logits(torch.compile(model, fullgraph=True), TOKENS)
-    assert (found - logits(model, TOKENS)).norm() <= 1e-5 * found.norm()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x))
 
 
 @pytest.mark.slow
