@@ -19,10 +19,11 @@ runs as soon as its library is imported. From then on, the library calls hfq in 
    first infers a device map, it runs in `HfqQuantizer.validate_environment`.
 5. `HfqQuantizer._process_model_after_weight_loading` calls `ModelLoader.finish`. The model is ready.
 
-The other patches handle models that hfq has already loaded. `patch_peft` lets PEFT add adapters to
-quantized layers (integrations/peft/lora.py). `patch_deepspeed` checks a model before DeepSpeed creates an
-engine for it.
-`patch_data_parallel` keeps torch from broadcasting quantized weights (integrations/data_parallel.py).
+The other patches handle models that hfq has already loaded. `patch_modeling_layers` and
+`patch_candidate_generator` read layers that predict further tokens, for `generate(use_mtp=True)`.
+`patch_peft` lets PEFT add adapters to quantized layers (integrations/peft/lora.py). `patch_deepspeed` checks
+a model before DeepSpeed creates an engine for it. `patch_data_parallel` keeps torch from broadcasting
+quantized weights (integrations/data_parallel.py).
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ _CALLBACKS = {
     "transformers.quantizers.auto": ("hfq.integrations.transformers.quantizer", "register_with"),
     "transformers.modeling_utils": ("hfq.integrations.transformers.patches", "patch_modeling_utils"),
     "transformers.models.auto.auto_factory": ("hfq.integrations.transformers.patches", "patch_auto_factory"),
+    "transformers.modeling_layers": ("hfq.integrations.transformers.mtp_layers", "patch_modeling_layers"),
+    "transformers.generation.candidate_generator": (
+        "hfq.integrations.transformers.mtp_layers",
+        "patch_candidate_generator",
+    ),
     "peft": ("hfq.integrations.peft.patches", "patch_peft"),
     "deepspeed": ("hfq.integrations.deepspeed.private_api", "patch_deepspeed"),
     "torch.nn.parallel.distributed": ("hfq.integrations.data_parallel", "patch_data_parallel"),
@@ -51,6 +57,8 @@ The entries are {library module: (module, function)}. Each function receives the
 - `register_with` adds `HfqConfig` and `HfqQuantizer` to the tables of `transformers.quantizers.auto`.
 - `patch_modeling_utils` wraps `get_hf_quantizer`, `PreTrainedModel.from_pretrained` and `save_pretrained`.
 - `patch_auto_factory` wraps `from_pretrained` of the auto classes.
+- `patch_modeling_layers` wraps `from_pretrained` of layers that predict further tokens.
+- `patch_candidate_generator` wraps the constructor of the generator that drafts with them.
 - `patch_peft` wraps the functions of PEFT that create, place, save, and merge adapters.
 - `patch_deepspeed` wraps `DeepSpeedEngine._configure_distributed_model`.
 - `patch_data_parallel` wraps `DistributedDataParallel.__init__`.

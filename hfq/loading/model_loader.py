@@ -37,6 +37,7 @@ from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.mapped_tensors import MappedTensors, settle_mapped
 from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_offload_units
+from hfq.loading.matching.renaming import Names
 from hfq.loading.matching.replace_modules import replace_modules
 from hfq.loading.read_weights import load_quantized_weights, log_summary, plan_weight_reads
 from hfq.loading.reported_device import report_device, report_dtype
@@ -81,6 +82,8 @@ logger = logging.get_logger("hfq")
 class ModelLoader(LoadState):
     """State of one load, which a loaded model keeps to run and to save.
 
+    `mtp_model` holds the layers that predict further tokens, once `generate(use_mtp=True)` has loaded them.
+
     Args:
         model: The meta model.
         config: The config of the user.
@@ -93,6 +96,7 @@ class ModelLoader(LoadState):
     ) -> None:
         self._started = time.perf_counter()
         self.load_seconds: float | None = None
+        self.mtp_model: PreTrainedModel | None = None
         self.model = model
         self.checkpoint, source = self._open(config, files)
         self.reader = Reader(self.checkpoint)
@@ -100,9 +104,7 @@ class ModelLoader(LoadState):
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
         context = load_context()
-        self.match = match_model(
-            model, self.checkpoint, source or {}, context.key_mapping, context.ignores_sizes
-        )
+        self.match = match_model(model, self.checkpoint, source or {}, self._names(), context.ignores_sizes)
         check_metadata(model.config, self.checkpoint)
         check_experts_implementation(context.experts_implementation, self.match)
         check_buffers(model, self.checkpoint)
@@ -242,6 +244,10 @@ class ModelLoader(LoadState):
         """Returns the checkpoint and its `quantization_config`."""
         checkpoint = open_files(files)
         return checkpoint, config._source if config._source is not None else source_config(checkpoint)
+
+    def _names(self) -> Names:
+        """Returns the names of the stored tensors in the model."""
+        return Names(self.model, load_context().key_mapping)
 
     def _load_rows(self) -> None:
         plan, self.read_report, self.pinned = load_quantized_weights(self, self._hidden)

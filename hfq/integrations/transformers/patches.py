@@ -82,7 +82,7 @@ from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed
 from hfq.loading.whole_save import staged_save
 from hfq.modules.offloaded_parameter import OffloadedParameter
 
-__all__ = ["patch_auto_factory", "patch_modeling_utils"]
+__all__ = ["one_load", "patch_auto_factory", "patch_modeling_utils"]
 
 _one_load = threading.RLock()
 _pool_process = os.getpid()  # the process in which torch's thread pool was made
@@ -287,6 +287,11 @@ def _take_source(config: Any) -> dict | None:
                 return hfq._source
             return stored.to_dict() if hasattr(stored, "to_dict") else as_source(stored)
     return None
+
+
+def one_load() -> threading.RLock:
+    """Returns the lock that each load of this process holds."""
+    return _one_load
 
 
 def _new_lock() -> None:

@@ -54,6 +54,7 @@ class CheckpointMatch:
         unused: Stored tensors that match no parameter.
         kept: Unused tensors that a save writes back, such as the scales of a quantized KV cache, and layers
             that predict further tokens.
+        predicting: Those of `kept` that belong to such layers.
         problems: Mismatches, one line each.
     """
 
@@ -65,6 +66,7 @@ class CheckpointMatch:
     resized: dict[str, TensorInfo] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    predicting: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def hint(self, name: str, names: Iterable[str]) -> str:
@@ -92,7 +94,7 @@ def match_model(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     source: Mapping,
-    key_mapping: dict[str, str] | None = None,
+    names: Names | None = None,
     ignores_sizes: bool = False,
 ) -> CheckpointMatch:
     """Pairs every stored tensor with a parameter of the model.
@@ -101,14 +103,14 @@ def match_model(
         model: The meta model, before any module is replaced.
         checkpoint: The validated checkpoint.
         source: Its `quantization_config`.
-        key_mapping: Renamings of the user, {pattern of a stored name: replacement}; None for no renaming.
+        names: Names of the stored tensors in the model; None for transformers' own renamings.
         ignores_sizes: True if transformers initializes unquantized parameters whose stored tensor has another
             shape.
 
     Raises:
         FormatError: Lists every tensor that is missing, unexpected, or has a wrong dtype or shape.
     """
-    modules, names = tensors_by_module(checkpoint.tensors), Names(model, key_mapping)
+    modules, names = tensors_by_module(checkpoint.tensors), names or Names(model)
     hints = detection_hints(checkpoint, source)
     hints["__metadata__"] = _by_stored_names(hints["__metadata__"], modules, names)
     try:
@@ -340,8 +342,12 @@ class _Matcher:
 
     def _leave(self, info: TensorInfo) -> None:
         """Adds a tensor that has no place in the model; those that predict further tokens are kept."""
-        kind = self.match.kept if self._names.is_predicting(info.name) else self.match.unused
-        kind.append(info.part_of or info.name)
+        name = info.part_of or info.name
+        if self._names.is_predicting(info.name):
+            self.match.kept.append(name)
+            self.match.predicting.append(name)
+        else:
+            self.match.unused.append(name)
 
     def _add_unquantized(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names

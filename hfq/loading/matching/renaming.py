@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
 
 __all__ = ["Names", "owner_of"]
 
@@ -29,10 +34,17 @@ class Names:
         model: The meta model, before any module is replaced.
         key_mapping: Argument of `from_pretrained`, {pattern of a stored name: replacement}; None for no
             renaming.
+        conversions: The renamings of the model; None for those that transformers has for its class.
     """
 
-    def __init__(self, model: PreTrainedModel, key_mapping: dict[str, str] | None = None) -> None:
-        conversions = get_model_conversion_mapping(model, key_mapping)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        key_mapping: dict[str, str] | None = None,
+        conversions: Sequence[WeightTransform] | None = None,
+    ) -> None:
+        if conversions is None:
+            conversions = get_model_conversion_mapping(model, key_mapping)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._experts: dict[str, str] = {}

@@ -71,7 +71,7 @@ class QuantizingLoader(ModelLoader):
             self.model,
             open_files(files),
             config,
-            load_context().key_mapping,
+            self._names(),
             load_context().ignores_sizes,
         )
         return self.quantizing.checkpoint, self.quantizing.source

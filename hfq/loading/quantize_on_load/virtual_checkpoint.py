@@ -29,6 +29,7 @@ from hfq.loading.matching.quantizable_layers import (
     find_unsuitable,
     size_of,
 )
+from hfq.loading.matching.renaming import Names
 from hfq.recipes.recipe import Recipe
 from hfq.tensor_spec import ByteRange, TensorInfo
 from hfq.version import __version__
@@ -83,7 +84,7 @@ def plan_virtual_checkpoint(
     model: PreTrainedModel,
     floats: Checkpoint,
     config: HfqConfig,
-    key_mapping: dict[str, str] | None = None,
+    names: Names | None = None,
     ignores_sizes: bool = False,
 ) -> VirtualCheckpoint:
     """Chooses the layers to quantize as `hfq.quantize` does, without reading weights.
@@ -92,7 +93,7 @@ def plan_virtual_checkpoint(
         model: The meta model, before any module is replaced.
         floats: The float checkpoint.
         config: Config of the user, with the recipe.
-        key_mapping: Same as for `match_model`.
+        names: Same as for `match_model`.
         ignores_sizes: Same as for `match_model`.
 
     Raises:
@@ -100,7 +101,7 @@ def plan_virtual_checkpoint(
         FormatError: The checkpoint is quantized or does not match, or a layer cannot be quantized.
     """
     check_floats(floats, "Nothing was loaded")
-    recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping, ignores_sizes)
+    recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, names, ignores_sizes)
     layers = {layer.stored: layer for layer in _layers(model, match, floats, config)}
     if not layers:
         raise SetupError(

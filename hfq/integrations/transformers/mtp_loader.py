@@ -1,0 +1,153 @@
+"""Loader of layers that predict further tokens (MTP), which stay quantized."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightRenaming,
+    WeightTransform,
+    convert_and_load_state_dict_in_model,
+)
+
+from hfq.checkpoint import Checkpoint
+from hfq.errors import FormatError, SetupError
+from hfq.integrations.transformers.interpreter import without_torch_modes
+from hfq.integrations.transformers.patches import one_load
+from hfq.loading.config import HfqConfig
+from hfq.loading.matching.renaming import Names
+from hfq.loading.model_loader import ModelLoader
+
+__all__ = ["MtpLoader", "load_mtp_layers"]
+
+_SHARED = ("embed_tokens", "shared_head", "rotary_emb")
+"""Modules of the main model that `MtpModel` also holds."""
+
+
+class MtpLoader(ModelLoader):
+    """Loader of the layers of a checkpoint that predict further tokens.
+
+    Args:
+        model: The `MtpModel` on the meta device, without the modules of the main model.
+        main: The loader of the main model.
+    """
+
+    def __init__(self, model: PreTrainedModel, main: ModelLoader) -> None:
+        self.model, self._main = model, main
+        config = copy.copy(main.config)
+        config.modules_to_not_convert = None  # these are names in the main model
+        super().__init__(model, config, None, model.dtype)
+        self.match.unused.clear()  # copies of the main model's embedding and head
+
+    def conversions(self) -> list[WeightTransform]:
+        """Returns the renamings of the stored tensors, those of the main model last."""
+        main, first = self._main.model, _count_layers(self._main.model)
+        return [
+            *(
+                WeightRenaming(f"layers.{first + index}.", f"layers.{index}.mtp_block.")
+                for index in range(self.model.num_mtp_layers)
+            ),
+            *get_model_conversion_mapping(self.model, add_legacy=False),
+            *get_model_conversion_mapping(main),
+        ]
+
+    def load_others(self, device: str) -> None:
+        """Loads the unquantized tensors, as transformers does."""
+        from safetensors import safe_open
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        names = self.names_to_load()
+        found: dict[str, Any] = {}
+        files = {self.checkpoint.tensors[name].range.file for name in names}
+        opened = [safe_open(file, framework="pt", device="cpu") for file in sorted(files)]
+        for file in opened:
+            found |= {name: file.get_slice(name) for name in names.intersection(file.keys())}
+        loading = LoadStateDictConfig(
+            weight_mapping=self.conversions(), device_map={"": device}, dtype=self.model.dtype
+        )
+        convert_and_load_state_dict_in_model(model=self.model, state_dict=found, load_config=loading)
+
+    def _names(self) -> Names:
+        return Names(self.model, conversions=self.conversions())
+
+    def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
+        checkpoint, predicting = self._main.checkpoint, {*self._main.match.predicting}
+        tensors = {name: info for name, info in checkpoint.tensors.items() if name in predicting}
+        return dataclasses.replace(checkpoint, tensors=tensors), config._source
+
+
+def load_mtp_layers(cls: Any, main: PreTrainedModel) -> PreTrainedModel:
+    """Returns the `MtpModel` of a model that hfq loaded; a later call returns the same one.
+
+    Args:
+        cls: `MtpModel`.
+        main: The main model.
+
+    Raises:
+        HfqError: The checkpoint has no such layers, or they do not match the model.
+    """
+    loading: ModelLoader = main.hf_quantizer.loading
+    if loading.mtp_model is not None:
+        return loading.mtp_model
+    _check(loading)
+    with one_load(), without_torch_modes():
+        model = _build(cls, main)
+        for name in _SHARED:
+            setattr(model, name, None)
+        loader = MtpLoader(model, loading)
+        device = str(loading.execution_device_of(_last_layer(main)))
+        loader.hide_experts()
+        loader.place({"": device})
+        loader.load_others(device)
+        loader.finish()
+    model.tie_with_main_model(main)
+    loading.mtp_model = model.eval().requires_grad_(False)
+    return model
+
+
+def _build(cls: Any, main: PreTrainedModel) -> PreTrainedModel:
+    from transformers.utils.generic import ContextManagers
+
+    with ContextManagers(cls.get_init_context(main.dtype, False, False, None)):
+        return cls(main, main.config.get_text_config().num_mtp_layers)
+
+
+def _check(loading: ModelLoader) -> None:
+    """Checks that the layers of a loaded model's checkpoint can be loaded.
+
+    Raises:
+        SetupError: The load was of another kind than with a device map.
+        FormatError: The checkpoint has no such layers, or is a GGUF file.
+    """
+    fix = "Leave out use_mtp=True, and use prompt_lookup_num_tokens or assistant_model."
+    if type(loading) is not ModelLoader:
+        raise SetupError(
+            "use_mtp=True works with a device map alone.",
+            expected="a load without quantize_weights, ZeRO-3, and tensor parallelism",
+            found=type(loading).__name__,
+            fix=fix,
+        )
+    loading.checkpoint.check_safetensors("No token was generated")
+    if not loading.match.predicting:
+        raise FormatError(
+            "use_mtp=True requires layers that predict further tokens, which this checkpoint does not have.",
+            file=loading.checkpoint.root,
+            expected=f"tensors such as model.layers.{_count_layers(loading.model)}.eh_proj.weight",
+            found="none",
+            fix=fix,
+        )
+
+
+def _count_layers(main: PreTrainedModel) -> int:
+    return main.config.get_text_config().num_hidden_layers
+
+
+def _last_layer(main: PreTrainedModel) -> str:
+    """Returns the name of the last decoder layer."""
+    last: nn.Module = main.get_decoder().layers[-1]
+    return next(name for name, module in main.named_modules() if module is last)
