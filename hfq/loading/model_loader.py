@@ -35,7 +35,7 @@ from hfq.loading.gguf.metadata_config import check_metadata
 from hfq.loading.gguf.saved_files import gguf_saved
 from hfq.loading.kv_layers import context_nbytes
 from hfq.loading.mapped_tensors import MappedTensors, settle_mapped
-from hfq.loading.matching.match import match_model
+from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.offload_units import find_offload_units
 from hfq.loading.matching.renaming import Names
 from hfq.loading.matching.replace_modules import replace_modules
@@ -104,7 +104,7 @@ class ModelLoader(LoadState):
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
         context = load_context()
-        self.match = match_model(model, self.checkpoint, source or {}, self._names(), context.ignores_sizes)
+        self.match = self._match(source)
         check_metadata(model.config, self.checkpoint)
         check_experts_implementation(context.experts_implementation, self.match)
         check_buffers(model, self.checkpoint)
@@ -245,9 +245,10 @@ class ModelLoader(LoadState):
         checkpoint = open_files(files)
         return checkpoint, config._source if config._source is not None else source_config(checkpoint)
 
-    def _names(self) -> Names:
-        """Returns the names of the stored tensors in the model."""
-        return Names(self.model, load_context().key_mapping)
+    def _match(self, source: dict[str, Any] | None) -> CheckpointMatch:
+        """Returns the stored tensor of every parameter."""
+        context, names = load_context(), Names(self.model, load_context().key_mapping)
+        return match_model(self.model, self.checkpoint, source or {}, names, context.ignores_sizes)
 
     def _load_rows(self) -> None:
         plan, self.read_report, self.pinned = load_quantized_weights(self, self._hidden)

@@ -27,6 +27,11 @@ def paths(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def half_float(tmp_path_factory):
+    return mtp_models.write(tmp_path_factory.mktemp("float"), "glm4_moe", is_float=True)
+
+
+@pytest.fixture(scope="module")
 def agreeing(tmp_path_factory):
     return mtp_models.write(tmp_path_factory.mktemp("agreeing"), "glm4_moe", agrees=True)[0]
 
@@ -71,6 +76,16 @@ def test_drafts_are_those_of_plain_float_weights(paths, place, drafts):
     assert len(drafts) == len(expected) > 2
     for one, other in zip(drafts, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_may_be_unquantized_in_a_quantized_checkpoint(half_float, drafts):
+    tokens = generate(plain(half_float[1]), use_mtp=True)
+    expected, drafts[:] = [*drafts], []
+    model = load(half_float[0], "layer on disk")
+    assert torch.equal(generate(model, use_mtp=True), tokens)
+    torch.testing.assert_close(drafts, expected, rtol=1e-4, atol=1e-5)
+    block = model.hf_quantizer.loading.mtp_model.layers[0].mtp_block
+    assert type(block.self_attn.o_proj) is nn.Linear
 
 
 def rms(values, weight, eps):

@@ -15,7 +15,9 @@ LAYERS = moe_models.LAYERS
 _QUANTIZED = re.compile(r"(_proj|_with_mqa|experts\.\d+\.\w+)$")
 
 
-def write(folder: Path, family: str, count: int = 1, agrees: bool = False) -> tuple[Path, Path]:
+def write(
+    folder: Path, family: str, count: int = 1, agrees: bool = False, is_float: bool = False
+) -> tuple[Path, Path]:
     """Returns (an FP8 checkpoint, the float weights that it represents).
 
     Args:
@@ -24,6 +26,7 @@ def write(folder: Path, family: str, count: int = 1, agrees: bool = False) -> tu
         count: Number of layers that predict further tokens.
         agrees: True if a draft is always the token of the main model: no decoder layer adds anything, and a
             further layer passes its token on.
+        is_float: True if the layers that predict further tokens are not quantized.
     """
     sizes = {**moe_models.DEEPSEEK, "eos_token_id": None, "num_mtp_layers": count}
     config = AutoConfig.for_model(family, **sizes)
@@ -47,7 +50,7 @@ def write(folder: Path, family: str, count: int = 1, agrees: bool = False) -> tu
     for index in range(LAYERS, LAYERS + count):
         tensors[f"model.layers.{index}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"model.layers.{index}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    return _save(folder, family, tensors)
+    return _save(folder, family, tensors, LAYERS if is_float else LAYERS + count)
 
 
 def _as_published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,12 +69,14 @@ def _as_published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _save(folder: Path, family: str, tensors: dict[str, torch.Tensor]) -> tuple[Path, Path]:
+def _save(folder: Path, family: str, tensors: dict[str, torch.Tensor], quantized: int) -> tuple[Path, Path]:
     packed, plain = {}, {}
+    kept = tuple(f"model.layers.{index}." for index in range(quantized, quantized + 2))
     scheme = moe_models.Scheme(family, family, moe_models.BLOCK, moe_models.BLOCK_CONFIG)
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
-        if tensor.dim() == 2 and _QUANTIZED.search(stem) and "eh_proj" not in stem:
+        is_linear = tensor.dim() == 2 and _QUANTIZED.search(stem) and "eh_proj" not in stem
+        if is_linear and not stem.startswith(kept):
             parts, plain[name] = moe_models.pack(scheme, tensor)
             packed |= {f"{stem}.{local}": part for local, part in parts.items()}
         else:
@@ -85,4 +90,5 @@ def _save(folder: Path, family: str, tensors: dict[str, torch.Tensor]) -> tuple[
         stored = {name: tiny_models.as_stored(tensor) for name, tensor in widest_first}
         write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
         (path / "config.json").write_text(json.dumps(config | added))
+    (folder / "packed" / "quantize_config.json").write_text(json.dumps(moe_models.BLOCK_CONFIG))
     return paths

@@ -20,6 +20,7 @@ from hfq.errors import FormatError, SetupError
 from hfq.integrations.transformers.interpreter import without_torch_modes
 from hfq.integrations.transformers.patches import one_load
 from hfq.loading.config import HfqConfig
+from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.renaming import Names
 from hfq.loading.model_loader import ModelLoader
 
@@ -72,8 +73,10 @@ class MtpLoader(ModelLoader):
         )
         convert_and_load_state_dict_in_model(model=self.model, state_dict=found, load_config=loading)
 
-    def _names(self) -> Names:
-        return Names(self.model, conversions=self.conversions())
+    def _match(self, source: dict[str, Any] | None) -> CheckpointMatch:
+        names = Names(self.model, conversions=self.conversions())
+        # tools that quantize a model often leave these layers unquantized
+        return match_model(self.model, self.checkpoint, source or {}, names, is_part=True)
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         checkpoint, predicting = self._main.checkpoint, {*self._main.match.predicting}

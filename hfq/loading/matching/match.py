@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, nearest
-from hfq.formats import Format, Unquantized, UnquantizedError, detect_formats, tensors_by_module
+from hfq.formats import (
+    Format,
+    NotQuantizedFormatError,
+    Unquantized,
+    UnquantizedError,
+    detect_formats,
+    tensors_by_module,
+)
 from hfq.formats.configs.source_config import detection_hints, halves_experts
 from hfq.loading.matching.renaming import Names, owner_of
 from hfq.loading.matching.target_modules import (
@@ -96,6 +103,7 @@ def match_model(
     source: Mapping,
     names: Names | None = None,
     ignores_sizes: bool = False,
+    is_part: bool = False,
 ) -> CheckpointMatch:
     """Pairs every stored tensor with a parameter of the model.
 
@@ -106,6 +114,7 @@ def match_model(
         names: Names of the stored tensors in the model; None for transformers' own renamings.
         ignores_sizes: True if transformers initializes unquantized parameters whose stored tensor has another
             shape.
+        is_part: True if the tensors are a part of a quantized checkpoint, which may be unquantized.
 
     Raises:
         FormatError: Lists every tensor that is missing, unexpected, or has a wrong dtype or shape.
@@ -115,8 +124,10 @@ def match_model(
     hints["__metadata__"] = _by_stored_names(hints["__metadata__"], modules, names)
     try:
         formats = detect_formats(modules, hints)
-    except UnquantizedError:
+    except NotQuantizedFormatError as error:
         # an unquantized model is placed and offloaded in the same way
+        if not is_part and not isinstance(error, UnquantizedError):
+            raise
         formats = {}
     matcher = _Matcher(model, names, formats, halves_experts(hints), ignores_sizes)
     for module, tensors in modules.items():

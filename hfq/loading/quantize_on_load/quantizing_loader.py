@@ -26,6 +26,7 @@ from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import round_weight
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import load_context
+from hfq.loading.matching.renaming import Names
 from hfq.loading.model_loader import ModelLoader
 from hfq.loading.quantize_on_load.virtual_checkpoint import (
     FloatLayer,
@@ -71,7 +72,7 @@ class QuantizingLoader(ModelLoader):
             self.model,
             open_files(files),
             config,
-            self._names(),
+            Names(self.model, load_context().key_mapping),
             load_context().ignores_sizes,
         )
         return self.quantizing.checkpoint, self.quantizing.source
