@@ -171,6 +171,12 @@ def _experts(options: Options) -> Report:
     return bench_experts(options.folder, options.models, options.quick, _say)
 
 
+def _speculation(options: Options) -> Report:
+    from benchmarks.speculation.bench_speculation import bench_speculation
+
+    return bench_speculation(options.folder, options.rounds, options.quick, _say)
+
+
 def _check_quality(report: Report) -> None:
     from benchmarks.quality.bench_quality import check_orderings
 
@@ -231,6 +237,9 @@ BENCHMARKS = {
     ),
     "experts": Benchmark(
         _experts, 0, "Hit rates of cache policies on recorded and random routing.", own=("--model",)
+    ),
+    "speculation": Benchmark(
+        _speculation, 0, "Passes and bytes per token of drafted tokens, with layers or experts on disk."
     ),
     "fms": Benchmark(
         _fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."

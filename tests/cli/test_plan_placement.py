@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
-from hfq.errors import PlacementError
+from hfq.errors import PlacementError, SetupError
 from hfq.placement.estimate.profile import Profile, Zero3Rates
 from tests.support import tiny_models
 
@@ -55,6 +55,34 @@ def test_one_accelerator_takes_blocks_from_the_host():
     assert planned["moved"]["copied_per_step_nbytes"] > 0
     assert planned["moved"]["onloaded_per_step_nbytes"] == 0
     assert planned["prediction"]["terms"]["link"] > 0
+
+
+def test_drafted_tokens_cost_fewer_bytes():
+    limits = "--cpu", "800kB", "--max-model-len", "16"
+    plain, (costs,) = (
+        report(*limits),
+        report(*limits, "--num-assistant-tokens", 3, "--acceptance-rate", 1)["speculation"],
+    )
+    assert plain["speculation"] == []
+    assert costs["passes_per_token"] == 0.25
+    assert costs["per_token_nbytes"] == pytest.approx(plain["moved"]["per_token_nbytes"] / 4, abs=1)
+    listed = report(*limits, "--num-assistant-tokens", 3)["speculation"]
+    assert [each["acceptance_rate"] for each in listed] == [0.5, 0.7, 0.9]
+    text = " ".join(run(*limits, "--num-assistant-tokens", "3").stdout.split())
+    assert "with 3 drafted tokens per pass, 90% of them accepted: 0.291 passes" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--acceptance-rate", "0.5"),
+        ("--num-assistant-tokens", "2", "--batch-size", "2"),
+        ("--num-assistant-tokens", "2", "--suggest-format", "1GB"),
+        ("--num-assistant-tokens", "2", "--zero-stage", "3"),
+    ],
+)
+def test_drafted_tokens_are_planned_for_one_sequence_on_one_device(options):
+    assert isinstance(run(*options).exception, SetupError)
 
 
 def test_several_accelerators_hold_the_model_alone():

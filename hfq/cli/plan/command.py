@@ -55,6 +55,13 @@ KvCacheDevice = Annotated[
     str | None,
     _option("Device of an offloaded KV cache (hfq.OffloadedCache).", _WORK, metavar="cpu|disk"),
 ]
+NumAssistantTokens = Annotated[
+    int | None,
+    _option("Drafted tokens per pass (prompt lookup, assistant, or MTP layers).", _WORK, least=1),
+]
+AcceptanceRate = Annotated[
+    float | None, _option("Share of drafted tokens that are accepted (default: 0.5, 0.7, and 0.9).", _WORK)
+]
 Dtype = Annotated[str, _option("Dtype to load in: auto, bfloat16, float16, or float32.", _WORK)]
 OutputDir = Annotated[
     Path | None, _option("Folder to write the planned configs and code into.", _WORK, metavar="FOLDER")
@@ -106,6 +113,8 @@ def plan(
     max_model_len: MaxModelLen = 2048,
     kv_cache_dtype: KvCacheDtype = "auto",
     kv_cache_device: KvCacheDevice = None,
+    num_assistant_tokens: NumAssistantTokens = None,
+    acceptance_rate: AcceptanceRate = None,
     dtype: Dtype = "auto",
     output_dir: OutputDir = None,
     as_json: AsJson = False,

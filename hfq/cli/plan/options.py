@@ -25,6 +25,8 @@ class PlanOptions:
     max_model_len: int
     kv_cache_dtype: str
     kv_cache_device: str | None
+    num_assistant_tokens: int | None
+    acceptance_rate: float | None
     dtype: str
     output_dir: Path | None
     as_json: bool
@@ -93,6 +95,7 @@ class PlanOptions:
         elif self.zero_stage is None:
             _check_unused(self._training() | self._ranks(), "is for DeepSpeed ZeRO", "Add --zero-stage 3.")
             self._check_kv_cache_device()
+            self._check_speculation()
         else:
             _check_unused(self._machine(), "is for a device map", "Omit --zero-stage.")
 
@@ -109,13 +112,29 @@ class PlanOptions:
                 found=device,
                 fix="Pass --kv-cache-device disk, or cpu together with --gpu.",
             )
-        others: dict[str, object] = {"--catalog": self.catalog, "--suggest-format": self.suggest_format}
-        others["a second --gpu"] = len(self.gpu or ()) > 1 or "×" in "".join(self.gpu or ())
-        _check_unused(others, "plans without --kv-cache-device", "Omit --kv-cache-device.")
+        _check_unused(self._other_plans(), "plans without --kv-cache-device", "Omit --kv-cache-device.")
+
+    def _check_speculation(self) -> None:
+        if self.num_assistant_tokens is None:
+            rate = {"--acceptance-rate": self.acceptance_rate is not None}
+            _check_unused(rate, "is for drafted tokens", "Add --num-assistant-tokens 4.")
+            return
+        others = {**self._other_plans(), "--batch-size": self.batch_size != 1}
+        _check_unused(others, "plans without --num-assistant-tokens", "Omit --num-assistant-tokens.")
+
+    def _other_plans(self) -> dict[str, object]:
+        """Returns the options of plans that are not of one placement."""
+        return {
+            "--catalog": self.catalog,
+            "--suggest-format": self.suggest_format,
+            "a second --gpu": len(self.gpu or ()) > 1 or "×" in "".join(self.gpu or ()),
+        }
 
     def _machine(self) -> dict[str, object]:
         return {
             "--kv-cache-device": self.kv_cache_device,
+            "--num-assistant-tokens": self.num_assistant_tokens,
+            "--acceptance-rate": self.acceptance_rate is not None,
             "--disk": self.disk,
             "--catalog": self.catalog,
             "--suggest-format": self.suggest_format,

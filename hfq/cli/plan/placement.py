@@ -102,6 +102,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
             "is_cached": estimate.work.is_cached,
         },
         "context": asdict(context_costs(estimate, model.sizes, profile)),
+        "speculation": _speculation(options, estimate, model, profile),
         "prediction": prediction,
         "device_map": device_map,
         "max_memory": limits,
@@ -112,6 +113,19 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
             "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus),
         },
     }
+
+
+def _speculation(
+    options: PlanOptions, estimate: Estimate, model: PlannedModel, profile: Profile
+) -> list[dict[str, Any]]:
+    """Returns the costs of a token at each acceptance rate; empty without drafted tokens."""
+    from hfq.placement.estimate.speculation import ACCEPTANCE_RATES, speculation_costs
+
+    if options.num_assistant_tokens is None:
+        return []
+    rates = ACCEPTANCE_RATES if options.acceptance_rate is None else (options.acceptance_rate,)
+    found = speculation_costs(estimate, model.sizes, profile, options.num_assistant_tokens, rates)
+    return [asdict(costs) for costs in found]
 
 
 def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:

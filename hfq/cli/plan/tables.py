@@ -44,6 +44,7 @@ def print_report(report: dict) -> None:
         "context": _context,
         "zero3": _zero3,
         "prediction": _prediction,
+        "speculation": _speculation,
         "catalog": _catalog,
         "ladder": _ladder,
     }
@@ -118,6 +119,18 @@ def _prediction(console: Console, prediction: dict) -> None:
     console.print(f"decided by {prediction['dominant_term']}; rates: {prediction['source']}", soft_wrap=True)
     for what, rate in prediction["helps"]:
         console.print(f"  {what}: {rate:.4g} tokens/s")
+
+
+def _speculation(console: Console, costs: list[dict]) -> None:
+    for each in costs:
+        seconds = each["seconds_per_token"]
+        rate = f", {1 / seconds:.4g} tokens/s" if seconds else ""
+        accepted, moved = f"{each['acceptance_rate']:.0%}", as_size(each["per_token_nbytes"])
+        console.print(
+            f"with {each['num_assistant_tokens']} drafted tokens per pass, {accepted} of them accepted: "
+            f"{each['passes_per_token']:.3g} passes and {moved} per token{rate} (without drafting)",
+            soft_wrap=True,
+        )
 
 
 def _zero3(console: Console, zero3: dict) -> None:

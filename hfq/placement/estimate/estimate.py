@@ -21,7 +21,7 @@ from hfq.placement.estimate.kv_cache import (
 from hfq.placement.estimate.profile import Profile
 from hfq.placement.estimate.roofline import Prediction, Work, predict
 
-__all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages"]
+__all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages", "work_of_rows"]
 
 _SHARE_OF_MEMORY = 0.5
 """Largest share of free memory that offloaded weights may take in the page cache.
@@ -203,14 +203,7 @@ def _work(
     buffer: int,
     free_memory: int | None,
 ) -> Work:
-    offloaded = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
-    on_disk = [unit for unit in offloaded if budget.devices[unit.name] == "disk"]
-    missed = min(1.0, sizes.routed * workload.batch)
-    if (
-        missed < 1
-    ):  # a cache that is smaller than all experts holds none of those that a step of all needs next
-        missed *= 1 - _cached_share(budget, offloaded)
-    streamed, copied = (_moved(units, missed) for units in (on_disk, offloaded))
+    streamed, copied, on_demand = _reads(sizes, budget, workload.batch)
     free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
     stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
     is_on_cpu = budget.main == "cpu"
@@ -231,8 +224,34 @@ def _work(
         buffer=buffer,
         kv_moved=_kv(sizes, workload)[0],
         is_kv_on_disk=workload.kv_device == "disk",
-        on_demand=_moved([unit for unit in on_disk if unit.kind == "experts"], missed),
+        on_demand=on_demand,
     )
+
+
+def work_of_rows(estimate: Estimate, sizes: ModelSizes, rows: int) -> Work:
+    """Returns the work of a pass over this many tokens of one sequence.
+
+    The pass reads the experts that any of its tokens is routed to; counted as if no two shared one.
+    """
+    streamed, copied, on_demand = _reads(sizes, estimate.budget, rows)
+    copied = 0 if estimate.work.is_on_cpu else copied
+    return replace(estimate.work, rows=rows, streamed=streamed, copied=copied, on_demand=on_demand)
+
+
+def _reads(sizes: ModelSizes, budget: Budget, rows: int) -> tuple[int, int, int]:
+    """Returns the bytes that a pass over `rows` tokens moves.
+
+    Returns:
+        Bytes from disk, bytes of all offloaded units, and bytes of routed experts from disk.
+    """
+    offloaded = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
+    on_disk = [unit for unit in offloaded if budget.devices[unit.name] == "disk"]
+    missed = min(1.0, sizes.routed * rows)
+    if missed < 1:
+        # a cache that is smaller than all experts holds none of those that a step of all needs next
+        missed *= 1 - _cached_share(budget, offloaded)
+    experts = [unit for unit in on_disk if unit.kind == "experts"]
+    return _moved(on_disk, missed), _moved(offloaded, missed), _moved(experts, missed)
 
 
 def _moved(units: Sequence[Unit], missed: float) -> int:
