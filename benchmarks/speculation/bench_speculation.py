@@ -34,10 +34,13 @@ PLACES = {"layers on disk": "model.layers", "experts on disk": "experts"}
 SMALL = MixtureTraining(hidden=64, layers=3, vocabulary=512, steps=2, batch=1, experts=4, further_steps=2)
 SMALL_ASSISTANT = Training("llama", hidden=64, layers=1, vocabulary=512, steps=2, batch=1)
 
-_PROMPT, _TOKENS, _PROMPTS = 128, 96, 6
+_PROMPT, _TOKENS, _PROMPTS = 128, 64, 4
 _ASSISTANT_TOKENS = 4
+_DTYPES = ("float32", "bfloat16")
+_DTYPE_NOTE = """Share of prompts whose tokens equal those of greedy search, layers on disk. A pass over several tokens sums in another
+order than one over a single token. In bfloat16, logits have 8 bits: the two largest are often equal, or so close that this decides."""
 _NOTE = """Medians over the rounds; counters are equal in all rounds. A token is one that `generate` returns. Bytes are those read
-from disk by the main model, prefill included; the expert cache is off, so each pass reads the experts that its tokens are routed
+from disk by the main model in float32, prefill included; the expert cache is off, so each pass reads the experts that its tokens are routed
 to, each once. The assistant and the MTP layer are in memory. Identical: the share of prompts whose tokens equal those of greedy
 search. Rates are those of a small model, whose layers the page cache holds: passes and bytes are what a large model is judged by."""
 
@@ -68,37 +71,51 @@ def bench_speculation(folder: Path, rounds: int, quick: bool, say: Callable[[str
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )
+    setups = [("layers on disk", "bfloat16", 1), *((place, "float32", rounds) for place in PLACES)]
     records: list[Record] = []
-    for place, on_disk in PLACES.items():
-        model = _load(quantized, _device_map(mixture, on_disk))
+    for place, dtype, count in setups:
+        model = _load(quantized, _device_map(mixture, PLACES[place]), dtype)
         expected = [_generate(model, prompt, tokens, {}) for prompt in prompts]
-        for number in range(rounds):
+        for number in range(count):
             for drafts in rotated(list(DRAFTS), number):
-                say(f"round {number + 1} of {rounds}, {place}, {drafts}")
+                say(f"round {number + 1} of {count}, {place}, {dtype}, {drafts}")
                 options = {
                     key: helper if key == "assistant_model" else value
                     for key, value in DRAFTS[drafts].items()
                 }
                 _generate(model, prompts[0], 2, options)  # reads the MTP layer
                 measured = _measure(model, prompts, tokens, options, expected)
-                records.append({"place": place, "drafts": drafts, "round": number, **measured})
-    facts = machine_facts(folder) | {
-        "main model": f"GLM-4.5 of {mixture.layers} layers, hidden size {mixture.hidden}, {mixture.experts} routed experts, "
-        f"2 per token, GPTQ 4-bit; MTP layer in bfloat16; {mixture.steps} steps of training",
-        "assistant": f"Llama of {assistant.layers} layers, hidden size {assistant.hidden}, bfloat16",
-        "drafts per pass": f"prompt lookup 8, assistant {_ASSISTANT_TOKENS}, MTP layer 1",
-        "work": f"{len(prompts)} prompts of {len(prompts[0][0])} tokens of unseen text, {tokens} tokens each",
-        "rounds": f"{rounds}, interleaved",
-    }
+                records.append(
+                    {"place": place, "dtype": dtype, "drafts": drafts, "round": number, **measured}
+                )
+    work = f"{len(prompts)} prompts of {prompts[0].shape[1]} tokens of unseen text, {tokens} tokens each"
+    facts = (
+        machine_facts(folder)
+        | _facts(mixture, assistant)
+        | {"work": work, "rounds": f"{rounds}, interleaved"}
+    )
     return _report(facts, records)
 
 
-def _load(path: Path, device_map: dict[str, str]) -> Any:
+def _facts(mixture: MixtureTraining, assistant: Training) -> dict[str, str]:
+    return {
+        "main model": f"GLM-4.5 of {mixture.layers} layers, hidden size {mixture.hidden}, {mixture.experts} routed "
+        "experts, 2 per token; GPTQ 4-bit, MTP layer bfloat16",
+        "assistant": f"Llama of {assistant.layers} layers, hidden size {assistant.hidden}, bfloat16",
+        "training": f"{mixture.steps}, {mixture.further_steps}, and {assistant.steps} steps on documentation of Python",
+        "drafts per pass": f"prompt lookup 8, assistant {_ASSISTANT_TOKENS}, MTP layer 1",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _load(path: Path, device_map: dict[str, str], dtype: str = "float32") -> Any:
     from transformers import AutoModelForCausalLM
 
     # without a cache of experts, the bytes of a pass do not depend on the passes before it
     config = hfq.HfqConfig(expert_cache_size=0)
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, device_map=device_map)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, device_map=device_map, dtype=dtype
+    )
     model.generation_config.eos_token_id = None  # every run makes as many tokens
     return model
 
@@ -146,15 +163,29 @@ def _report(facts: Mapping[str, str], records: list[Record]) -> Report:
     for place in PLACES:
         rows = []
         for drafts in DRAFTS:
-            found = {"place": place, "drafts": drafts}
+            found = {"place": place, "drafts": drafts, "dtype": "float32"}
             passes = median(records, lambda each: each["passes"] / each["tokens"], **found)
             nbytes = median(records, lambda each: each["nbytes_read"] / each["tokens"], **found)
             rate = median(records, lambda each: each["tokens"] / each["seconds"], **found)
-            identical = min(each["identical"] for each in select(records, **found))
+            identical = _identical(records, **found)
             rows.append((drafts, f"{passes:.3f}", f"{nbytes / 1e6:.3f}", f"{rate:.1f}", f"{identical:.2f}"))
             series.setdefault(drafts, []).append(nbytes / 1e6)
             targets.append(Target(f"{drafts}, {place}: share of identical prompts", identical, 1, True))
         header = ("drafts", "passes per token", "MB read per token", "tokens/s", "identical")
         tables.append(Table(place.capitalize(), _NOTE, header, rows))
+    rows = [
+        (drafts, *(f"{_identical(records, drafts=drafts, dtype=dtype):.2f}" for dtype in _DTYPES))
+        for drafts in DRAFTS
+    ]
+    tables.append(Table("Identical tokens", _DTYPE_NOTE, ("drafts", *_DTYPES), rows))
     chart = Chart("Bytes read per token: MB", list(PLACES), series, line=0)
-    return Report("Speculation: fewer passes over a model on disk", facts, tables, targets, records, chart)
+    title, note = (
+        "Speculation: fewer passes over a model on disk",
+        "Smallest shares over the rounds, in float32.",
+    )
+    return Report(title, facts, tables, targets, records, chart, note)
+
+
+def _identical(records: list[Record], **where: str) -> float:
+    """Returns the smallest share of prompts with the tokens of greedy search."""
+    return min(each["identical"] for each in select(records, **{"place": "layers on disk", **where}))

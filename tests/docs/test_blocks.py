@@ -30,6 +30,7 @@ NOT_RUN = {
     "README.md": ["pip install", "make demo"],
     "configs/deepspeed/README.md": ["accelerate launch"],
     "docs/how_to/use_ibm_fms.md": ["import torch"],
+    "docs/how_to/generate_with_fewer_passes.md": ["tokens ="],
     "docs/how_to/plan_memory.md": ["hfq plan"],
     "docs/how_to/quantize_and_publish.md": ["make tables"],
     "docs/how_to/run_other_programs.md": ["hfq launch", "hfq serve"],
@@ -62,6 +63,7 @@ STAND_INS = {
     "tiny-llama-fp8": "tiny-llama-fp8",
     "tiny-llama": "tiny-llama",
     "path/to/floats": "tiny-llama",
+    "path/to/small": "tiny-llama-gptq",
 }
 """The names of checkpoints on the pages, and which of tests/data they are; MODEL depends on the page."""
 

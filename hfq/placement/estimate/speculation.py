@@ -42,7 +42,7 @@ class SpeculationCosts:
 
 
 def tokens_per_pass(drafted: int, rate: float) -> float:
-    """Returns the tokens that a pass yields on average, for `drafted` tokens of this acceptance rate."""
+    """Returns the tokens that a pass yields on average, for drafts of this acceptance rate."""
     return sum(rate**accepted for accepted in range(drafted + 1))
 
 
