@@ -109,6 +109,7 @@ class PlannedModel:
             "dtype": self.sizes.dtype,
             "layers": self.sizes.layers,
             "layers_with_an_uncounted_state": self.uncounted,
+            "mtp_nbytes": sum(loading.checkpoint.tensors[name].nbytes for name in loading.match.predicting),
         }
 
 

@@ -6,10 +6,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from hfq.checkpoint import Checkpoint
 from hfq.cli.main import app
 from hfq.errors import PlacementError, SetupError
 from hfq.placement.estimate.profile import Profile, Zero3Rates
-from tests.support import tiny_models
+from tests.support import mtp_models, tiny_models
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 
@@ -70,6 +71,18 @@ def test_drafted_tokens_cost_fewer_bytes():
     assert [each["acceptance_rate"] for each in listed] == [0.5, 0.7, 0.9]
     text = " ".join(run(*limits, "--num-assistant-tokens", "3").stdout.split())
     assert "with 3 drafted tokens per pass, 90% of them accepted: 0.291 passes" in text
+
+
+def test_layers_that_predict_further_tokens_are_counted(tmp_path):
+    packed = str(mtp_models.write(tmp_path, "glm4_moe")[0])
+    runs = [
+        CliRunner().invoke(app, ["plan", packed, *more]) for more in ((), ("--num-assistant-tokens", "1"))
+    ]
+    assert ["use_mtp=True loads" in done.stdout for done in runs] == [False, True]
+    planned = json.loads(CliRunner().invoke(app, ["plan", packed, "--json"]).stdout)
+    header = Checkpoint.open(packed).tensors
+    further = [info.nbytes for name, info in header.items() if name.startswith("model.layers.2.")]
+    assert planned["model"]["mtp_nbytes"] == sum(further) > 0
 
 
 @pytest.mark.parametrize(

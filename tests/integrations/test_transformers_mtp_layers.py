@@ -148,6 +148,21 @@ def test_layers_stay_quantized_and_are_loaded_once(paths):
     assert model.hf_quantizer.loading.mtp_model is further
 
 
+def test_shared_modules_of_the_main_model_stay_trainable(paths):
+    model = load(paths[0]).train()
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    generate(model, use_mtp=True)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert model.lm_head.weight.requires_grad
+    assert all(module.training for module in model.modules())
+
+
+def test_an_offloaded_kv_cache_is_cropped(paths):
+    model = load(paths[0])
+    with hfq.OffloadedCache(model) as cache:
+        assert torch.equal(generate(model, use_mtp=True, past_key_values=cache), generate(model))
+
+
 def test_accepted_drafts_halve_passes_and_bytes(agreeing):
     model = load(agreeing, "layer on disk")
     counts = []

@@ -38,6 +38,9 @@ def print_report(report: dict) -> None:
             f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which this "
             f"plan does not count"
         )
+    if model["mtp_nbytes"] and report.get("speculation"):
+        more = as_size(model["mtp_nbytes"])
+        console.print(f"note: use_mtp=True loads layers for further tokens, up to {more} more memory")
     sections: dict[str, Callable[[Console, Any], None]] = {
         "devices": partial(_homes, limits=report["machine"]["limits"]),
         "moved": _moved,

@@ -95,21 +95,25 @@ def load_mtp_layers(cls: Any, main: PreTrainedModel) -> PreTrainedModel:
         HfqError: The checkpoint has no such layers, or they do not match the model.
     """
     loading: ModelLoader = main.hf_quantizer.loading
-    if loading.mtp_model is not None:
-        return loading.mtp_model
-    _check(loading)
     with one_load(), without_torch_modes():
-        model = _build(cls, main)
-        for name in _SHARED:
-            setattr(model, name, None)
-        loader = MtpLoader(model, loading)
-        device = str(loading.execution_device_of(_last_layer(main)))
-        loader.hide_experts()
-        loader.place({"": device})
-        loader.load_others(device)
-        loader.finish()
+        if loading.mtp_model is None:
+            _check(loading)
+            loading.mtp_model = _load(cls, main, loading)
+    return loading.mtp_model
+
+
+def _load(cls: Any, main: PreTrainedModel, loading: ModelLoader) -> PreTrainedModel:
+    model = _build(cls, main)
+    for name in _SHARED:
+        setattr(model, name, None)
+    loader = MtpLoader(model, loading)
+    device = str(loading.execution_device_of(_last_layer(main)))
+    loader.hide_experts()
+    loader.place({"": device})
+    loader.load_others(device)
+    loader.finish()
+    model.eval()
     model.tie_with_main_model(main)
-    loading.mtp_model = model.eval().requires_grad_(False)
     return model
 
 
