@@ -1,10 +1,10 @@
 """Patches for layers that predict further tokens (MTP), in `generate(use_mtp=True)`.
 
-transformers 5.17 and 5.23 read these layers themselves (modeling_layers.py, `MtpModel.from_pretrained`), as
-if they were unquantized, find them by the layer numbers of one published checkpoint, and read them again for
-each `generate`. For a model that hfq loaded, the patches load them as stored, once, into memory of the device
-that computes the last layer. `MTPCandidateGenerator` takes that device from the first parameter of the last
-layer, which is meta for a layer on disk.
+transformers 5.17 and 5.23 load these layers themselves (modeling_layers.py, `MtpModel.from_pretrained`), as
+float layers. They find them by the layer numbers of one published checkpoint, and read them again for each
+`generate`. For a model that hfq loaded, the patches load them as stored, once, into memory of the device that
+computes the last layer. `MTPCandidateGenerator` takes that device from the first parameter of the last layer,
+which is meta for a layer on disk.
 """
 
 from __future__ import annotations
