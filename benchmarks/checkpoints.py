@@ -63,8 +63,8 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> P
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """Returns the shards of a checkpoint, in order."""
-    return sorted(path.glob("*.safetensors"))
+    """Returns the shards of a checkpoint, or its GGUF files, in order."""
+    return sorted([*path.glob("*.safetensors"), *path.glob("*.gguf")])
 
 
 def _e4m3(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

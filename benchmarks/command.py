@@ -153,6 +153,13 @@ def _qmoe(options: Options) -> Report:
     return bench_qmoe(options.folder, threads, options.rounds, options.quick, _say)
 
 
+def _real_sizes(options: Options) -> Report:
+    from benchmarks.real_sizes.bench_real_sizes import bench_real_sizes
+
+    threads = (options.threads or _all_threads())[-1]
+    return bench_real_sizes(options.folder, options.shapes, threads, options.rounds, options.quick, _say)
+
+
 def _fms(options: Options) -> Report:
     from benchmarks.fms.bench_fms import bench_fms
 
@@ -241,6 +248,12 @@ BENCHMARKS = {
     "speculation": Benchmark(
         _speculation, 0, "Passes and bytes per token of drafted tokens, with layers or experts on disk."
     ),
+    "real_sizes": Benchmark(
+        _real_sizes,
+        0,
+        "Whole models of 8B to 30B, resident and with little memory, against llama.cpp. Needs 40 GB of disk.",
+        own=("--threads", "--shape"),
+    ),
     "fms": Benchmark(
         _fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."
     ),
@@ -272,7 +285,7 @@ def bench(
     ] = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="kernels, blocks, generate, quantize, qmoe: threads."),
+        typer.Option(min=1, help="kernels, blocks, generate, quantize, qmoe, real_sizes: threads."),
     ] = None,
     model: Annotated[
         list[Path] | None,
@@ -281,7 +294,9 @@ def bench(
     ranks: Annotated[
         int | None, typer.Option(min=0, help="plan: local ranks under ZeRO-3; by default 2.")
     ] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="kernels: a layer shape; by default all.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="kernels: a layer shape. real_sizes: a model. By default all.")
+    ] = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="kernels, blocks: activation rows.")] = None,
 ) -> None:
     """Run one benchmark, print its report, and print its targets on standard error."""

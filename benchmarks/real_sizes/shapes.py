@@ -1,0 +1,204 @@
+"""Shapes of published models, and their random GGUF files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from benchmarks.real_sizes.random_gguf import EMBEDDING_DEVIATION, EMBEDDINGS, write_random_gguf
+from hfq.checkpoint.index import Checkpoint
+
+__all__ = ["BIASED_CHANNEL", "SHAPES", "Shape", "make_config", "router_weight", "set_routing", "write_gguf"]
+
+BIASED_CHANNEL = 127 / EMBEDDING_DEVIATION
+"""Value of channel 0 of every embedding. A router's column 0 is a bias."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model.
+
+    Attributes:
+        architecture: Name in GGUF files.
+        config: Class of the config in transformers.
+        layers: Number of layers.
+        hidden: Width.
+        inner: Width of a dense layer's MLP, or of one expert.
+        heads: Numbers of query heads, and of key and value heads.
+        head: Width of a head.
+        vocabulary: Number of tokens.
+        experts: Numbers of experts, and of those that a token uses. (0, 0) for a dense model.
+        theta: Base of the rotary embedding.
+    """
+
+    architecture: str
+    config: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: tuple[int, int]
+    head: int
+    vocabulary: int
+    experts: tuple[int, int] = (0, 0)
+    theta: float = 1e6
+
+    def shortened(self) -> Shape:
+        """Returns the same shape with two layers and few tokens, for a check."""
+        return replace(self, layers=2, vocabulary=4096)
+
+    @property
+    def is_mixture(self) -> bool:
+        """True for a mixture of experts."""
+        return self.experts[0] > 0
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape("qwen3moe", "Qwen3MoeConfig", 48, 2048, 768, (32, 4), 128, 151_936, (128, 8)),
+    "llama-3-8b": Shape("llama", "LlamaConfig", 32, 4096, 14_336, (32, 8), 128, 128_256, theta=5e5),
+    "llama-2-13b": Shape("llama", "LlamaConfig", 40, 5120, 13_824, (40, 40), 128, 32_000, theta=1e4),
+    "llama-3-70b": Shape("llama", "LlamaConfig", 80, 8192, 28_672, (64, 8), 128, 128_256, theta=5e5),
+}
+"""Published shapes, by name."""
+
+
+def make_config(shape: Shape) -> Any:
+    """Returns the config of transformers for a shape."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads[0],
+        "num_key_value_heads": shape.heads[1],
+        "head_dim": shape.head,
+        "vocab_size": shape.vocabulary,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "dtype": "bfloat16",
+    }
+    if shape.is_mixture:
+        sizes |= {"num_experts": shape.experts[0], "num_experts_per_tok": shape.experts[1]}
+        sizes |= {"moe_intermediate_size": shape.inner, "norm_topk_prob": True}
+    kind = getattr(transformers, shape.config)
+    return kind(architectures=[shape.config.replace("Config", "ForCausalLM")], **sizes)
+
+
+def router_weight(random: np.random.Generator, experts: int, hidden: int, is_skewed: bool) -> np.ndarray:
+    """Returns the weight of a router, float32 [experts, hidden].
+
+    Args:
+        random: Source of the numbers.
+        experts: Number of experts.
+        hidden: Width of the model.
+        is_skewed: True if the experts' frequencies follow Zipf's law, in a random order.
+    """
+    weight = random.standard_normal((experts, hidden), np.float32) * np.float32(0.9 / np.sqrt(hidden))
+    weight[:, 0] = 0
+    if is_skewed:
+        weight[:, 0] = -np.log(1 + random.permutation(experts)) / BIASED_CHANNEL
+    return weight
+
+
+def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
+    """Writes other routers into a checkpoint of `write_gguf` or `write_safetensors`.
+
+    Args:
+        folder: The checkpoint.
+        shape: Shape of the model.
+        is_skewed: True if the experts' frequencies follow Zipf's law.
+    """
+    random = np.random.default_rng(1)
+    tensors = Checkpoint.open(folder).tensors if shape.is_mixture else {}
+    for layer in range(shape.layers if shape.is_mixture else 0):
+        weight = router_weight(random, shape.experts[0], shape.hidden, is_skewed)
+        info = tensors[f"model.layers.{layer}.mlp.gate.weight"]
+        raw = weight if info.dtype == "F32" else (weight.view(np.uint32) >> 16).astype(np.uint16)
+        with open(info.range.file, "r+b") as stream:
+            stream.seek(info.range.offset)
+            stream.write(raw.tobytes())
+
+
+def write_gguf(folder: Path, shape: Shape, types: dict[str, Type]) -> Path:
+    """Writes a GGUF file, then config.json.
+
+    Args:
+        folder: The new folder.
+        shape: Shape of the model.
+        types: Types of tensors by the end of their name in the file without `.weight`; `""` for all others.
+            Embeddings are Q8_0.
+
+    Returns:
+        The GGUF file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "model.gguf"
+    write_random_gguf(file, shape.architecture, _keys(shape), _tensors(shape, types))
+    make_config(shape).save_pretrained(folder)
+    return file
+
+
+def _keys(shape: Shape) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "block_count": shape.layers,
+        "context_length": 8192,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.inner,
+        "attention.head_count": shape.heads[0],
+        "attention.head_count_kv": shape.heads[1],
+        "attention.key_length": shape.head,
+        "attention.value_length": shape.head,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": shape.theta,
+        "vocab_size": shape.vocabulary,
+        "tokenizer.ggml.model": "no_vocab",
+    }
+    if shape.architecture == "llama":
+        keys["rope.dimension_count"] = shape.head
+    if shape.is_mixture:
+        keys |= {"expert_count": shape.experts[0], "expert_used_count": shape.experts[1]}
+        keys["expert_feed_forward_length"] = shape.inner
+    return keys
+
+
+def _tensors(shape: Shape, types: dict[str, Type]) -> dict[str, tuple[Type, tuple, Any]]:
+    random, hidden = np.random.default_rng(1), shape.hidden
+    queries, keys = (count * shape.head for count in shape.heads)
+    found: dict[str, tuple[Type, tuple, Any]] = {}
+
+    def matrix(name: str, *dims: int, deviation: float | None = None) -> None:
+        kind = types.get(name.rpartition(".")[2], types[""])
+        found[f"{name}.weight"] = (kind, dims, deviation or dims[-1] ** -0.5)
+
+    def vector(name: str, size: int) -> None:
+        found[f"{name}.weight"] = (Type.F32, (size,), np.ones(size, np.float32))
+
+    found["token_embd.weight"] = (Type.Q8_0, (shape.vocabulary, hidden), EMBEDDINGS)
+    for layer in (f"blk.{number}" for number in range(shape.layers)):
+        vector(f"{layer}.attn_norm", hidden)
+        for name, dims in {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}.items():
+            matrix(f"{layer}.attn_{name}", *dims)
+        matrix(f"{layer}.attn_output", hidden, queries)
+        vector(f"{layer}.ffn_norm", hidden)
+        if not shape.is_mixture:
+            matrix(f"{layer}.ffn_gate", shape.inner, hidden)
+            matrix(f"{layer}.ffn_up", shape.inner, hidden)
+            matrix(f"{layer}.ffn_down", hidden, shape.inner)
+            continue
+        experts = shape.experts[0]
+        vector(f"{layer}.attn_q_norm", shape.head)
+        vector(f"{layer}.attn_k_norm", shape.head)
+        router = router_weight(random, experts, hidden, False)
+        found[f"{layer}.ffn_gate_inp.weight"] = (Type.F32, router.shape, router)
+        matrix(f"{layer}.ffn_gate_exps", experts, shape.inner, hidden)
+        matrix(f"{layer}.ffn_up_exps", experts, shape.inner, hidden)
+        matrix(f"{layer}.ffn_down_exps", experts, hidden, shape.inner)
+    vector("output_norm", hidden)
+    matrix("output", shape.vocabulary, hidden)
+    return found

@@ -1,0 +1,109 @@
+"""Tests of the random models, the contenders, and the report of `python -m benchmarks real_sizes`."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoModelForCausalLM
+
+from benchmarks.real_sizes import memory_group as groups
+from benchmarks.real_sizes.bench_real_sizes import CASES, bench_real_sizes
+from benchmarks.real_sizes.random_gguf import BLOCKS, random_rows
+from benchmarks.real_sizes.random_safetensors import FORMATS, write_safetensors
+from benchmarks.real_sizes.shapes import SHAPES, set_routing, write_gguf
+from benchmarks.real_sizes.worker import RealSizeWorker
+from hfq import HfqConfig
+from hfq.errors import SetupError
+
+TYPES = {"": Type.Q4_K, "output": Type.Q6_K}
+SMALL = {
+    "mixture": replace(
+        SHAPES["qwen3-30b-a3b"],
+        layers=2,
+        hidden=256,
+        inner=256,
+        heads=(4, 2),
+        head=64,
+        vocabulary=320,
+        experts=(16, 2),
+    ),
+    "dense": replace(
+        SHAPES["llama-3-8b"], layers=2, hidden=256, inner=512, heads=(4, 2), head=64, vocabulary=320
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_random_blocks_have_no_mean_and_the_asked_deviation(kind):
+    raw = np.concatenate(list(random_rows(np.random.default_rng(0), kind, (64, 2048), 0.02)))
+    numbers = gguf.quants.dequantize(raw, kind)
+    assert abs(numbers.mean()) < 0.0002
+    assert 0.015 < numbers.std() < 0.03  # scales are powers of two, or vary
+
+
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("kind", ["gguf", *FORMATS])
+def test_a_random_model_loads_quantized_and_tells_tokens_apart(tmp_path, shape, kind):
+    write_gguf(tmp_path, shape, TYPES) if kind == "gguf" else write_safetensors(tmp_path, shape, kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=HfqConfig(), device_map="cpu")
+    assert model.hf_quantizer.loading.quantized
+    with torch.inference_mode():
+        logits = model(torch.arange(1, 9)[None]).logits[0].float()
+    assert logits.isfinite().all()
+    assert torch.corrcoef(logits).fill_diagonal_(0).max() < 0.95
+
+
+@pytest.mark.parametrize("kind", ["gguf", *FORMATS])
+def test_skewed_routers_choose_few_experts_often(tmp_path, kind):
+    shape = SMALL["mixture"]
+    write_gguf(tmp_path, shape, TYPES) if kind == "gguf" else write_safetensors(tmp_path, shape, kind)
+    shares = []
+    for is_skewed in (False, True, False):
+        set_routing(tmp_path, shape, is_skewed)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=HfqConfig(), device_map="cpu", output_router_logits=True
+        )
+        with torch.inference_mode():
+            chosen = model(torch.arange(256)[None]).router_logits[0].topk(2).indices
+        counts = torch.bincount(chosen.flatten(), minlength=16).sort(descending=True).values
+        shares.append(float(counts[:4].sum() / counts.sum()))
+    assert shares[0] == shares[2]
+    assert shares[0] < 0.5 < 0.6 < shares[1]
+
+
+def test_the_worker_counts_tokens_bytes_and_hits(tmp_path):
+    write_gguf(tmp_path, SMALL["mixture"], TYPES)
+    worker = RealSizeWorker("hfq", str(tmp_path), torch.get_num_threads(), None, {"": "disk"})
+    assert worker.load()["anonymous"] > 0
+    assert worker.prefill(4)["seconds"] > 0
+    found = worker.decode(3)
+    assert found["seconds"] > 0
+    assert 0 <= found["hit_rate"] <= 1
+
+
+@pytest.mark.slow
+def test_the_report_has_a_row_for_each_contender_and_deletes_the_models(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "llama-3-8b", SMALL["dense"])
+    monkeypatch.setattr("benchmarks.real_sizes.bench_real_sizes.CASES", CASES[5:6])
+    monkeypatch.setattr("benchmarks.real_sizes.bench_real_sizes.importlib.util.find_spec", lambda name: None)
+    said = []
+    report = bench_real_sizes(tmp_path, ["llama-3-8b"], 1, 1, True, said.append)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert "left out" in said[0]
+    assert {row[1] for row in report.tables[0].rows} == {"hfq, GPTQ", "hfq, the same GGUF"}
+    assert len(report.targets) == 1
+    assert not [record for record in report.records if "error" in record]
+
+
+def test_an_unknown_shape_and_groups_that_cannot_be_made_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(SetupError, match="is not a shape"):
+        bench_real_sizes(tmp_path, ["llama-3-9b"], 1, 1, True, print)
+    monkeypatch.setattr(groups, "_V1", tmp_path / "missing" / "memory")
+    monkeypatch.setattr(groups, "_V2", tmp_path / "missing")
+    with pytest.raises(SetupError, match="No memory cgroup"), groups.memory_group(1 << 30):
+        pass
+    with groups.memory_group(None) as group:
+        assert group is None
