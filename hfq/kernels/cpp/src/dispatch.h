@@ -322,7 +322,7 @@ int64_t jobs_floats(int64_t count) {
     return up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
 }
 
-// True if two multiplications pack the same activations alike.
+// True if two multiplications pack the same activations in the same way.
 bool has_same_activations(const Item &a, const Item &b) {
     return a.x == b.x && a.rows == b.rows && is_alike(*a.layer, *b.layer) &&
            a.layer->block_type == b.layer->block_type;
