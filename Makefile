@@ -87,7 +87,7 @@ interop:  ## make other projects' environments and checkpoints, and load every o
 	tests/interop/run.sh
 
 clients: $(VENV)/.installed  ## run transformers serve and chat, lm_eval, trl, sentence-transformers, and launchers under hfq launch
-	echo "Installing other projects' programs into .venv-clients, and running them with hfq (about 6 minutes)"
+	echo "Installing other projects' programs into .venv-clients, and running them with hfq (about 5 minutes)"
 	tests/clients/run.sh requirements.txt
 
 clean:

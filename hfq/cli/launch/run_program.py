@@ -146,7 +146,7 @@ def report_nothing(name: str, lines: Sequence[str]) -> None:
         return
     without = next((line.removeprefix("without ") for line in lines if line.startswith("without ")), None)
     if "python" in lines:
-        reason = f"no from_pretrained of transformers in {name} met a checkpoint for it"
+        reason = f"{name} loaded no quantized checkpoint with transformers"
     elif without is not None:
         reason = f"hfq is not installed for {without}. Fix: Install it there, or start {sys.executable}"
     else:

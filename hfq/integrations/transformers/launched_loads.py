@@ -155,7 +155,9 @@ def _method(config: Any) -> str | None:
     """Returns the `quant_method` of a quantization config or dict, or None without one."""
     if config is None:
         return None
-    method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
+    method = (
+        config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+    )
     return str(getattr(method, "value", method))
 
 
