@@ -25,10 +25,10 @@ _HEAD = """# Command line
   bytes (`_nbytes`) and times in seconds (`_seconds`).
 - Exit status: 0 for success, 1 for an error or a problem found, 2 for wrong usage, and 130 after
   Ctrl-C. `compare` returns 0 for equal, 1 for different, and 2 for trouble.
-- After two seconds a progress bar appears, if standard error is a terminal. Tables fit the terminal,
-  or `COLUMNS`, or else 150 characters. `NO_COLOR` turns colors off.
-- `--push-to-hub` uploads a new checkpoint with a model card that names its source. The token is that
-  of `hf auth login`, or `HF_TOKEN`.
+- After two seconds a progress bar appears, if standard error is a terminal. Tables fit the
+  terminal, or `COLUMNS`, or else 150 characters. `NO_COLOR` turns colors off.
+- `--push-to-hub` uploads a new checkpoint with a model card that names its source. The token is
+  that of `hf auth login`, or `HF_TOKEN`.
 - `hfq --install-completion` installs completion of verbs and options for bash, zsh, fish, or
   PowerShell.
 - `python -m hfq` is the same as `hfq`. After `pip install ./optimum-hfq` in a clone of the
