@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfq.cli.fitting_table import FittingTable
 from hfq.cli.progress_bar import ProgressBar, progress_bar
 from hfq.errors import CheckpointError, SetupError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 __all__ = ["demo"]
 
@@ -74,24 +79,46 @@ def _measured(folder: Path, paths: dict[str, Path], as_json: bool, bar: Progress
 def _in_a_process(path: Path, text: Path, placement: str) -> dict:
     """Runs each placement in a fork of a process with all imports, to measure its own memory."""
     import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_MEASURE])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(sender, path, text, placement))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process alone
     try:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(_measure, path, text, placement).result()
-    except Exception as error:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        found = "the process ended early"
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join()
+    if not isinstance(found, dict):
         raise SetupError(
             f"The demo failed on {path} ({placement}).",
             expected="measurements",
-            found=f"{type(error).__name__}: {error}",
+            found=found,
             fix="Run `make test`, which tests this installation.",
-        ) from error
+        )
+    return found
 
 
-def _measure(path: Path, text: Path, placement: str) -> dict:
-    return import_module(_MEASURE).measure(path, text, placement)
+def _measure(sender: Connection, path: Path, text: Path, placement: str) -> None:
+    """Sends the measurements of one placement, or the text of an error."""
+    try:
+        found = import_module(_MEASURE).measure(path, text, placement)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(BrokenPipeError):  # an interruption ended the reader
+        sender.send(found)
 
 
 def _print(rows: list[dict]) -> None:
