@@ -73,6 +73,7 @@ def reshard_checkpoint(
         CheckpointError: `target` is not empty or is inside the source; the disk is full or not writable; the
             source changed meanwhile, or a file of its folder is outside it.
     """
+    source.check_safetensors("Nothing was written")
     target = check_target(source, target)
     groups = _groups(source)
     copied, left_out = side_files(source)

@@ -142,9 +142,7 @@ def check_target(source: Checkpoint, target: str | os.PathLike, marker: str | No
 
     Raises:
         CheckpointError: It is not empty, is inside the source, or its parent folder does not exist.
-        FormatError: The source is a GGUF file.
     """
-    source.check_safetensors("Nothing was written")
     typed, target = Path(target), Path(os.path.realpath(target))
     if target.is_relative_to(os.path.realpath(source.root)):
         raise CheckpointError(
@@ -244,7 +242,7 @@ def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
     copied: dict[str, Header] = {}
     left_out = []
     for path in sorted(Path(source.root).iterdir()):
-        if path.is_dir() or path.name.lower().endswith((".safetensors", *_DANGEROUS_SUFFIXES)):
+        if path.is_dir() or path.name.lower().endswith((".safetensors", ".gguf", *_DANGEROUS_SUFFIXES)):
             left_out.append(path.name)
         elif path.name != JOURNAL and not _ANY_INDEX.fullmatch(path.name):
             _check_contained(Path(source.root), path)

@@ -26,9 +26,15 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            metavar="FORMAT", help="Target format: gptq, gptq_v2, pack-quantized, fp8, or float-quantized."
+            metavar="FORMAT",
+            help="Target format: gptq, gptq_v2, pack-quantized, mxfp4-pack-quantized, fp8, float-quantized, "
+            "or gguf.",
         ),
     ],
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="GGUF file of the same model, whose metadata --to gguf copies."),
+    ] = None,
     revision: Revision = None,
     push_to_hub: PushToHub = None,
     private: Private = False,
@@ -39,7 +45,7 @@ def convert(
 
     source = Checkpoint.open(model_folder(model, revision))
     upload = Upload(push_to_hub, private, model)
-    report = _convert(source, out, to)
+    report = _convert(source, out, to, None if template is None else Checkpoint.open(model_folder(template)))
     url = upload.finish(out)
     if as_json:
         print(json.dumps({"path": out, "url": url, "to": to, **asdict(report)}, indent=2))
@@ -54,9 +60,17 @@ def convert(
         print(f"uploaded to {url}")
 
 
-def _convert(source: Checkpoint, out: str, to: str) -> ConvertReport:
+def _convert(source: Checkpoint, out: str, to: str, template: Checkpoint | None) -> ConvertReport:
     from hfq.convert import convert_checkpoint
 
+    if source.gguf is not None:
+        from hfq.loading.gguf.conversion import with_model_config
+
+        source = with_model_config(source)
+    if template is not None:
+        from hfq.loading.gguf.conversion import check_template
+
+        check_template(source, template)
     total = sum(info.nbytes for info in source.tensors.values())
     with progress_bar(total, is_bytes=True) as bar:
-        return convert_checkpoint(source, out, to, bar.advance)
+        return convert_checkpoint(source, out, to, bar.advance, template)

@@ -6,6 +6,7 @@ back.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,6 @@ import torch
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.write_checkpoint import (
-    Made,
     NewFile,
     check_target,
     in_order,
@@ -26,12 +26,14 @@ from hfq.checkpoint.write_checkpoint import (
     side_files,
     write_folder,
 )
+from hfq.convert.gguf_file import gguf_file
 from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.read_layers import check_equal, read_layers
-from hfq.convert.targets import TARGET_FORMATS, Target
+from hfq.convert.targets import TARGET_FORMATS, GgufTarget, Target
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.configs.source_config import SIDE_FILES, source_config
-from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
+from hfq.formats.gguf.block_rows import Gguf
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["ConvertReport", "convert_checkpoint"]
 
@@ -59,7 +61,11 @@ class ConvertReport:
 
 
 def convert_checkpoint(
-    source: Checkpoint, target: str | os.PathLike, to: str, progress: Callable[[int], None] | None = None
+    source: Checkpoint,
+    target: str | os.PathLike,
+    to: str,
+    progress: Callable[[int], None] | None = None,
+    template: Checkpoint | None = None,
 ) -> ConvertReport:
     """Writes a checkpoint in another format without changing any weight.
 
@@ -69,42 +75,41 @@ def convert_checkpoint(
 
     Args:
         source: The checkpoint. The other files of its folder are copied, except those that describe the old
-            quantization.
+            quantization, and other weights. Of a GGUF file, `config` must be that of the language model.
         target: The folder to create: absent or empty, and outside the source.
         to: One of `TARGET_FORMATS`.
         progress: A function that receives the bytes of tensors written since its last call; None for no
             calls.
+        template: The GGUF file of the same model whose metadata are copied, for `to="gguf"`; None for other
+            formats.
 
     Raises:
-        SetupError: There is no format of this name, or the checkpoint is already in this format.
+        SetupError: There is no format of this name, the checkpoint is already in this format, or there is a
+            template for another format than GGUF or none for GGUF.
         FormatError: The format cannot hold a layer, which the error names, or the checkpoint is not
             quantized.
         CheckpointError: `target` is in use, the disk is full or not writable, the source changed during the
             conversion, or the written files do not read back correctly.
     """
-    variant = TARGET_FORMATS.get(to)
-    if variant is None:
-        raise SetupError(
-            f"hfq cannot convert to {to!r}.{nearest(to, TARGET_FORMATS)}",
-            expected=", ".join(TARGET_FORMATS),
-            found=to,
-            fix=f"Pass one of {', '.join(TARGET_FORMATS)}.",
-        )
+    variant = _target(to, template)
+    _check_folder(target)
     folder = check_target(source, target)
-    config = source_config(source) or {}
+    config = {} if source.gguf is not None else source_config(source) or {}
     reader = Reader(source)
-    layers = read_layers(source, config, reader)
+    read = read_layers(source, config, reader)
+    layers = {name: layer for name, layer in read.items() if not _is_float(layer)}
     _check_source(variant, layers, config, source)
     plans = {name: variant.plan(layer) for name, layer in layers.items()}
-    new_config = variant.config(
-        {name: plan.options for name, plan in plans.items()}, _dense_matrices(source, layers), config
-    )
-    shards, infos = _shards(source, layers, plans)
-    files = [
-        *shards,
-        *([index_file(infos)] if len(shards) > 1 else []),
-        *_json_files(source, variant, new_config),
-    ]
+    tensors = {**_floats(source, read, reader), **_planned(layers, plans)}
+    if template is not None:
+        files, new_config = [gguf_file(tensors, plans, template, reader)], {}
+    else:
+        new_config = variant.config(
+            {name: plan.options for name, plan in plans.items()}, _dense_matrices(source, layers), config
+        )
+        shards, infos = _shards(source, tensors)
+        files = [*shards, *([index_file(infos)] if len(shards) > 1 else [])]
+    files += _json_files(source, variant, new_config)
     known, left_out = side_files(source)
     dropped = {"config.json", *SIDE_FILES}
     copied = {path: header for path, header in known.items() if Path(path).name not in dropped}
@@ -113,17 +118,69 @@ def convert_checkpoint(
         name for name in (Path(path).name for path in known) if name in SIDE_FILES and name not in made
     ]
     written = write_folder(
-        folder, source, files, copied, lambda new: _check_written(new, new_config, layers, source), progress
+        folder,
+        source,
+        files,
+        copied,
+        lambda new: _check_written(new, new_config, layers, tensors, reader),
+        progress,
     )
     return ConvertReport(
         len(layers), len(files) + len(copied), written, source.nbytes, tuple(sorted(left_out))
     )
 
 
+def _check_folder(target: str | os.PathLike) -> None:
+    """Raises an error for a target with the name of a GGUF file."""
+    name = os.fspath(target)
+    if name.endswith(".gguf"):
+        raise SetupError(
+            "A conversion writes a folder, and this is the name of a GGUF file. Nothing was written.",
+            file=name,
+            expected="a folder, for model.gguf and config.json",
+            found="the name of a file",
+            fix=f"Pass {name.removesuffix('.gguf')}.",
+        )
+
+
+def _target(to: str, template: Checkpoint | None) -> Target:
+    """Returns the target format of a name."""
+    variant = TARGET_FORMATS.get(to)
+    if variant is None:
+        raise SetupError(
+            f"hfq cannot convert to {to!r}.{nearest(to, TARGET_FORMATS)}",
+            expected=", ".join(TARGET_FORMATS),
+            found=to,
+            fix=f"Pass one of {', '.join(TARGET_FORMATS)}.",
+        )
+    if isinstance(variant, GgufTarget) != (template is not None):
+        raise SetupError(
+            f"A conversion to {to} takes {'no template' if template is not None else 'a template'}. Nothing "
+            "was written.",
+            expected="a GGUF file of the same model, whose metadata and tokenizer are copied"
+            if template is None
+            else "a template for --to gguf alone",
+            found="none" if template is None else next(iter(template.headers)),
+            fix="Leave out --template."
+            if template is not None
+            else "Pass --template FILE.gguf. Any GGUF file of this model will do, also one that "
+            "convert_hf_to_gguf.py --vocab-only of llama.cpp writes.",
+        )
+    return variant
+
+
 def _check_source(
     variant: Target, layers: Mapping[str, SourceLayer], config: Mapping, source: Checkpoint
 ) -> None:
     method = str(config.get("quant_method", ""))
+    if not layers:
+        raise FormatError(
+            "The checkpoint is not quantized. Nothing was written.",
+            file=next(iter(source.headers)),
+            expected="at least one layer of blocks",
+            found="floats",
+            fix="Quantize the model with hfq quantize.",
+        )
     for name, layer in layers.items():
         if not isinstance(layer.weight_format, variant.sources):
             kinds = " or ".join(cls.name for cls in variant.sources)
@@ -141,9 +198,10 @@ def _check_source(
             found=next(iter(layers.values())).weight_format.describe(),
             fix=f"Choose another of {', '.join(TARGET_FORMATS)}.",
         )
-    packed = {info.name for layer in layers.values() for info in layer.infos.values()}
-    for name, info in source.tensors.items():
-        if name not in packed and info.dtype in _CODES:
+    packed = {info.part_of or info.name for layer in layers.values() for info in layer.infos.values()}
+    kept = {} if source.gguf is None else source.gguf.kept
+    for name, info in (*source.tensors.items(), *kept.items()):
+        if name in kept or (name not in packed and info.dtype in _CODES):
             raise refusal(
                 name,
                 "floats, or the codes of a quantized layer",
@@ -170,24 +228,58 @@ def _dense_matrices(source: Checkpoint, layers: Mapping[str, SourceLayer]) -> li
     return [name for name, info in modules.items() if name not in layers and len(info.shape) == 2]
 
 
+def _is_float(layer: SourceLayer) -> bool:
+    """Returns True for a layer of numbers in a GGUF file, such as permuted rows."""
+    found = layer.weight_format
+    return isinstance(found, Gguf) and found.type.dtype != "U8"
+
+
+def _floats(source: Checkpoint, layers: Mapping[str, SourceLayer], reader: Reader) -> dict[str, NewTensor]:
+    """Returns the tensors that are not quantized, with the values of the model.
+
+    Raises:
+        FormatError: A GGUF file stores the transpose of a weight.
+    """
+    infos = {info.part_of or info.name: info for layer in layers.values() for info in layer.infos.values()}
+    tensors = {
+        name: NewTensor.of_model(info, reader) for name, info in source.tensors.items() if name not in infos
+    }
+    for module, layer in layers.items():
+        if not _is_float(layer):
+            continue
+        blocks = layer.infos["weight"].blocks
+        if blocks is not None and blocks.rows is None and blocks.columns is None:
+            raise refusal(
+                f"{module}.weight",
+                "weights that the file stores as the model has them",
+                "the transpose, or fused experts",
+                "Use the original checkpoint of this model.",
+            )
+        for local, info in layer.infos.items():
+            tensors[f"{module}.{local}"] = NewTensor.of_model(info, reader)
+    return tensors
+
+
+def _planned(layers: Mapping[str, SourceLayer], plans: Mapping[str, LayerPlan]) -> dict[str, NewTensor]:
+    """Returns the tensors of quantized layers, each in the place of the codes of its layer."""
+    tensors = {}
+    for module, plan in plans.items():
+        codes = layers[module].infos[layers[module].weight_format.codes_name]
+        for local, tensor in plan.tensors.items():
+            tensors[f"{module}.{local}"] = dataclasses.replace(tensor, place=codes.range)
+    return tensors
+
+
 def _shards(
-    source: Checkpoint, layers: Mapping[str, SourceLayer], plans: Mapping[str, LayerPlan]
+    source: Checkpoint, tensors: Mapping[str, NewTensor]
 ) -> tuple[list[NewFile], dict[str, list[TensorInfo]]]:
     """Returns the new files, and the contents of each.
 
     There are as many files as in the source. All tensors of a layer are in the same file.
     """
-    packed = {info.name for layer in layers.values() for info in layer.infos.values()}
-    tensors = {name: NewTensor.copied(info) for name, info in source.tensors.items() if name not in packed}
-    devices = {name: source.tensors[name].range.file for name in tensors}
-    for module, plan in plans.items():
-        file = layers[module].infos[layers[module].weight_format.codes_name].range.file
-        for local, tensor in plan.tensors.items():
-            tensors[f"{module}.{local}"] = tensor
-            devices[f"{module}.{local}"] = file
     grouped: dict[str, list[TensorInfo]] = {}
-    for name in sorted(tensors, key=lambda name: _place(source, layers, name)):
-        grouped.setdefault(devices[name], []).append(_described(name, tensors[name]))
+    for name in sorted(tensors, key=lambda name: tensors[name].place[:2]):
+        grouped.setdefault(tensors[name].place.file, []).append(tensors[name].described(name))
     metadata = {**source.metadata(), "format": "pt"}
     shards, held = [], {}
     for number, (_, group) in enumerate(sorted(grouped.items()), 1):
@@ -197,37 +289,10 @@ def _shards(
             if len(grouped) == 1
             else f"model-{number:05d}-of-{len(grouped):05d}.safetensors"
         )
-        shards.append(
-            NewFile(name, shard_head(infos, metadata), tuple(_part(tensors[info.name]) for info in infos))
-        )
+        parts = tuple(tensors[info.name].part() for info in infos)
+        shards.append(NewFile(name, shard_head(infos, metadata), parts))
         held[name] = infos
     return shards, held
-
-
-def _place(source: Checkpoint, layers: Mapping[str, SourceLayer], name: str) -> tuple[str, int]:
-    """Returns the source file and offset of a tensor, or of the codes of its layer."""
-    info = source.tensors.get(name)
-    if info is None:
-        layer = layers[name.rpartition(".")[0]]
-        info = layer.infos[layer.weight_format.codes_name]
-    return info.range.file, info.range.offset
-
-
-def _described(name: str, tensor: NewTensor) -> TensorInfo:
-    nbytes = torch.Size(tensor.shape).numel() * DTYPE_BITS[tensor.dtype] // 8
-    return TensorInfo(name, tensor.dtype, tensor.shape, ByteRange("", 0, nbytes))
-
-
-def _part(tensor: NewTensor) -> ByteRange | Made:
-    if isinstance(tensor.data, ByteRange):
-        return tensor.data
-    make = tensor.data
-    return Made(_described("", tensor).nbytes, lambda: _bytes(make()))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    # memoryview accepts numpy arrays, which have the buffer protocol
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _json_files(source: Checkpoint, variant: Target, quantization: dict) -> list[NewFile]:
@@ -237,7 +302,9 @@ def _json_files(source: Checkpoint, variant: Target, quantization: dict) -> list
         (each for each in (config, *config.values()) if isinstance(each, dict) and each.get(key) is not None),
         config,
     )
-    owner[key] = quantization
+    owner.pop(key, None)
+    if quantization:
+        owner[key] = quantization
     written = {"config.json": config, **variant.side_files(quantization)}
     return [
         NewFile(name, (json.dumps(content, indent=2) + "\n").encode()) for name, content in written.items()
@@ -245,22 +312,34 @@ def _json_files(source: Checkpoint, variant: Target, quantization: dict) -> list
 
 
 def _check_written(
-    folder: Path, config: Mapping, layers: Mapping[str, SourceLayer], source: Checkpoint
+    folder: Path,
+    config: Mapping,
+    layers: Mapping[str, SourceLayer],
+    tensors: Mapping[str, NewTensor],
+    reader: Reader,
 ) -> None:
-    """Reads the new folder as a checkpoint and compares every layer with the source's."""
+    """Reads the new folder as a checkpoint and compares every tensor with the source's."""
     written = Checkpoint.open(folder)
+    own = Reader(written)
     try:
-        found = read_layers(written, config, Reader(written))
+        found = read_layers(written, config, own)
     except FormatError as error:
         raise _unlike(error.tensor, error.expected, f"{error.message} {error.found}") from error
     for name, layer in layers.items():
         if name not in found:
             raise _unlike(name, "a packed layer", "none")
         check_equal(layer, found[name])
-    packed = {info.name for layer in layers.values() for info in layer.infos.values()}
-    for name, info in source.tensors.items():
-        if name not in packed and str(written.tensors.get(name)) != str(info):
-            raise _unlike(name, info, written.tensors.get(name))
+    packed = {f"{name}.{local}" for name in layers for local in found[name].infos}
+    for name, tensor in tensors.items():
+        info = written.tensors.get(name)
+        if name in packed:
+            continue
+        is_same = info is not None and (info.shape == tensor.shape)
+        if info is not None and is_same and written.gguf is not None:
+            values = NewTensor.of_model(info, own).values(own)
+            is_same = torch.equal(values.to(torch.float32), tensor.values(reader).to(torch.float32))
+        if info is None or not is_same or (written.gguf is None and info.dtype != tensor.dtype):
+            raise _unlike(name, tensor.described(name), info)
 
 
 def _unlike(tensor: str | None, expected: object, found: object) -> CheckpointError:

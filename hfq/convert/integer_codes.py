@@ -1,9 +1,10 @@
-"""Integer codes with scales and zero points of groups: GPTQ v1, v2, and pack-quantized.
+"""Integer codes with scales and zero points: GPTQ v1, v2, pack-quantized, and GGUF.
 
-All of them store unsigned codes as one bit stream along the input, GPTQ by columns and pack-quantized by
-rows. (pack-quantized calls the codes signed and adds 2**(bits - 1) before it packs them.) So codes are
-transposed and never unpacked. Exceptions are gptqmodel's planar layout, and pack-quantized of old writers, in
-which no code straddles two words. Zero points are transposed, too; v1 stores them minus one.
+The safetensors formats store unsigned codes as one bit stream along the input, GPTQ by columns and
+pack-quantized by rows. (pack-quantized calls the codes signed and adds 2**(bits - 1) before it packs them.)
+So codes are transposed and never unpacked. Exceptions are gptqmodel's planar layout, pack-quantized of old
+writers, in which no code straddles two words, and blocks of GGUF. Zero points are transposed, too; v1 stores
+them minus one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
+from hfq.checkpoint.gguf.block_types import block_type
+from hfq.convert.gguf_blocks import block_codes, block_groups
 from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, exact_cast, refusal
-from hfq.formats.codecs.bit_packing import pack_stream, unpack_planes, unpack_words
+from hfq.formats.codecs.bit_packing import pack_stream, unpack_planes, unpack_stream, unpack_words
 from hfq.formats.codecs.dtypes import safetensors_dtype
+from hfq.formats.codecs.ggml.signed_codes import WRITTEN_TYPES, pack_blocks
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.configs.gptq_config import BITS
+from hfq.formats.gguf.block_rows import Gguf
 from hfq.formats.gptq import Gptq
 
-__all__ = ["GptqOptions", "PackOptions", "plan_gptq", "plan_pack"]
+__all__ = ["GptqOptions", "PackOptions", "plan_blocks", "plan_gptq", "plan_pack"]
 
 _SLAB_COLUMNS = 1024
 
@@ -97,7 +102,8 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
     is_own = isinstance(layer.weight_format, Gptq)
     dtype = layer.infos["scales"].dtype if is_own else "F16"
     if not is_own:
-        exact_cast(layer.module, "weight_scale", groups.scales, torch.float16)
+        stored = "weight" if isinstance(layer.weight_format, Gguf) else "weight_scale"
+        exact_cast(layer.module, stored, groups.scales, torch.float16)
     planar = is_own and layer.weight_format.is_planar  # type: ignore[attr-defined]
     codes = layer.infos["qweight"] if is_own and not planar else None
     tensors = {
@@ -161,9 +167,66 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
     return LayerPlan(_with_bias(layer, tensors), PackOptions(bits, size, groups.is_symmetric))
 
 
+def plan_blocks(layer: SourceLayer) -> LayerPlan:
+    """Plans a layer as blocks of GGUF: Q4_0 or Q8_0, which repeat the scale of a larger group.
+
+    Raises:
+        FormatError: The blocks cannot hold the layer.
+    """
+    groups, (out_features, in_features) = _groups_of(layer), layer.size
+    name, size = WRITTEN_TYPES.get(groups.num_bits), in_features // groups.zeros.shape[0]
+    if name is None or size % 32 or size * groups.zeros.shape[0] != in_features:
+        raise refusal(
+            layer.module,
+            "4 or 8 bits, and groups of a multiple of 32 channels",
+            f"{groups.num_bits} bits, groups of {size} of {in_features} channels",
+            "Keep the checkpoint unchanged.",
+        )
+    if groups.g_idx is not None:
+        raise refusal(
+            f"{layer.module}.g_idx",
+            "groups of neighboring channels",
+            "channels in activation order",
+            "Keep the checkpoint in GPTQ format, or quantize again with desc_act=False.",
+        )
+    half, is_gptq = 1 << (groups.num_bits - 1), isinstance(layer.weight_format, Gptq)
+    if not bool((groups.zeros == half).all()):
+        raise refusal(
+            f"{layer.module}.{'qzeros' if is_gptq else 'weight_zero_point'}",
+            f"zero points of {half}, because the blocks {name} have none",
+            f"zero points of {int(groups.zeros.min())} to {int(groups.zeros.max())}",
+            "Keep the checkpoint unchanged, or quantize again with sym=True.",
+        )
+    exact_cast(layer.module, "scales" if is_gptq else "weight_scale", groups.scales, torch.float16)
+    shape = (out_features, in_features // 32 * block_type(name).nbytes)
+    tensors = {"weight": NewTensor("U8", shape, lambda: _blocks_of(layer, name))}
+    return LayerPlan(_with_bias(layer, tensors), name)
+
+
+def _blocks_of(layer: SourceLayer, name: str) -> torch.Tensor:
+    """Returns the blocks of a layer, uint8 [out, bytes of a row]."""
+    groups, words, in_features = _groups_of(layer), _columns(layer), layer.size[1]
+    scales = groups.scales.t().to(torch.float16)
+    scales = scales.repeat_interleave(in_features // 32 // scales.shape[1], 1)
+    slabs = []
+    for start in range(0, layer.size[0], _SLAB_COLUMNS):
+        part = slice(start, start + _SLAB_COLUMNS)
+        codes = unpack_stream(words[:, part], groups.num_bits, in_features).t() - (1 << (groups.num_bits - 1))
+        slabs.append(pack_blocks(codes.to(torch.int8), scales[part], name))
+    return torch.cat(slabs)
+
+
 def _groups_of(layer: SourceLayer) -> _Groups:
     found = layer.weight_format
+    if isinstance(found, Gguf):
+        return _of_blocks(layer, found)
     return _of_gptq(layer, found) if isinstance(found, Gptq) else _of_pack(layer, found)  # type: ignore[arg-type]
+
+
+def _of_blocks(layer: SourceLayer, found: Gguf) -> _Groups:
+    kind, scales = block_groups(layer, found)
+    zeros = torch.full_like(scales, 1 << (kind.num_bits - 1), dtype=torch.int32)
+    return _Groups(kind.num_bits, kind.group_size, True, zeros.t(), scales.t(), None)
 
 
 def _of_gptq(layer: SourceLayer, found: Gptq) -> _Groups:
@@ -207,6 +270,8 @@ def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
 def _columns(layer: SourceLayer) -> torch.Tensor:
     """Returns the codes in GPTQ's layout: int32 [ceil(in * bits / 32), out]."""
     found, (out_features, in_features) = layer.weight_format, layer.size
+    if isinstance(found, Gguf):
+        return _columns_of_blocks(layer, found)
     if isinstance(found, PackQuantized):
         words, bits = layer.read("weight_packed").t(), found.num_bits
         unpack, is_stream = unpack_words, found.is_straddling
@@ -224,6 +289,18 @@ def _columns(layer: SourceLayer) -> torch.Tensor:
         part = words[:, start : start + _SLAB_COLUMNS]
         result[:, start : start + _SLAB_COLUMNS] = pack_stream(unpack(part, bits, in_features), bits)
     return result
+
+
+def _columns_of_blocks(layer: SourceLayer, found: Gguf) -> torch.Tensor:
+    kind, rows = block_groups(layer, found)[0], layer.read("weight")
+    half = 1 << (kind.num_bits - 1)
+    slabs = [
+        pack_stream(
+            block_codes(rows, found, start, start + _SLAB_COLUMNS).t().to(torch.int32) + half, kind.num_bits
+        )
+        for start in range(0, layer.size[0], _SLAB_COLUMNS)
+    ]
+    return torch.cat(slabs, 1)
 
 
 def _pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
@@ -249,4 +326,5 @@ def _check_zeros(layer: SourceLayer, highest: int, bits: int) -> None:
 
 
 def _with_bias(layer: SourceLayer, tensors: dict[str, NewTensor]) -> dict[str, NewTensor]:
-    return tensors | ({"bias": NewTensor.copied(layer.infos["bias"])} if "bias" in layer.infos else {})
+    bias = layer.infos.get("bias")
+    return tensors | ({} if bias is None else {"bias": NewTensor.of_model(bias, layer.reader)})

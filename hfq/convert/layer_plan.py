@@ -9,13 +9,19 @@ from typing import Any
 import torch
 
 from hfq.checkpoint import Reader
+from hfq.checkpoint.write_checkpoint import Made
 from hfq.errors import FormatError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
+from hfq.formats.gguf.block_rows import positions
+from hfq.formats.gguf.stored_values import model_values
 from hfq.modules.flat_buffer import read_tensor
-from hfq.tensor_spec import ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
-__all__ = ["LayerPlan", "NewTensor", "SourceLayer", "exact_cast", "refusal"]
+__all__ = ["LayerPlan", "NewTensor", "SourceLayer", "as_bytes", "exact_cast", "refusal"]
+
+
+_NOWHERE = ByteRange("", 0, 0)
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,54 @@ class NewTensor:
         dtype: The safetensors dtype.
         shape: The shape.
         data: The location of the bytes, or a function that computes the tensor when it is written.
+        place: The bytes in the source that decide where the tensor is written.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: ByteRange | Callable[[], torch.Tensor]
+    place: ByteRange = _NOWHERE
 
     @classmethod
     def copied(cls, info: TensorInfo, shape: tuple[int, ...] | None = None) -> NewTensor:
         """Returns an unchanged stored tensor, optionally with another shape."""
-        return cls(info.dtype, info.shape if shape is None else shape, info.range)
+        return cls(info.dtype, info.shape if shape is None else shape, info.range, info.range)
+
+    @classmethod
+    def of_model(cls, info: TensorInfo, reader: Reader) -> NewTensor:
+        """Returns an unquantized tensor with the values of the model.
+
+        A GGUF file may store functions of them, or another order.
+        """
+        blocks = info.blocks
+        if blocks is None or (blocks.rows, blocks.columns, blocks.function) == (None, None, None):
+            return cls.copied(info)
+
+        def make() -> torch.Tensor:
+            value = model_values(read_tensor(reader, info), blocks)
+            if blocks.columns is None:
+                return value
+            return value.index_select(1, positions(blocks.columns, value.device))
+
+        return cls(info.dtype if blocks.function is None else "F32", info.shape, make, info.range)
+
+    def described(self, name: str) -> TensorInfo:
+        """Returns the tensor under a name, without a file."""
+        nbytes = torch.Size(self.shape).numel() * DTYPE_BITS[self.dtype] // 8
+        return TensorInfo(name, self.dtype, self.shape, ByteRange("", 0, nbytes))
+
+    def values(self, reader: Reader) -> torch.Tensor:
+        """Returns the tensor in new memory."""
+        if isinstance(self.data, ByteRange):
+            return read_tensor(reader, self.described("")._replace(range=self.data))
+        return self.data()
+
+    def part(self) -> ByteRange | Made:
+        """Returns the tensor as a part of a file to write."""
+        if isinstance(self.data, ByteRange):
+            return self.data
+        make = self.data
+        return Made(self.described("").nbytes, lambda: as_bytes(make()))
 
 
 @dataclass(frozen=True)
@@ -73,6 +117,12 @@ class LayerPlan:
 
     tensors: dict[str, NewTensor]
     options: Any
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor."""
+    # memoryview accepts numpy arrays, which have the buffer protocol
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def exact_cast(module: str, local: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,9 @@ from hfq.formats import Format, detect_formats, tensors_by_module
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.configs.source_config import detection_hints, halves_experts
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gguf.block_rows import Gguf
 from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["check_equal", "read_layers"]
@@ -66,10 +68,13 @@ def check_equal(first: SourceLayer, second: SourceLayer) -> None:
     multiple = math.lcm(first.weight_format.row_multiple, second.weight_format.row_multiple)
     step = max(_PANEL_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
     is_equal = first.size == second.size and _activations(first) == _activations(second)
+    is_blocks = any(isinstance(layer.weight_format, Gguf) for layer in (first, second))
     for start in range(0, rows if is_equal else 0, step):
         panels = [torch.empty(min(step, rows - start), columns, dtype=torch.float32) for _ in tensors]
         for layer, panel, held in zip((first, second), panels, tensors, strict=True):
             layer.weight_format.dequantize_into(panel, held, start)
+        if is_blocks:
+            panels = [panel.add_(0.0) for panel in panels]  # ggml's MXFP4 has no negative zero
         is_equal = is_equal and torch.equal(*(panel.view(torch.int32) for panel in panels))
     if not is_equal:
         raise CheckpointError(
@@ -89,9 +94,9 @@ def _activations(layer: SourceLayer) -> tuple | None:
 
 
 def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Reader) -> SourceLayer:
-    if not isinstance(found, (Gptq, PackQuantized, Fp8)):
+    if not isinstance(found, (Gptq, PackQuantized, Fp8, Gguf, Mxfp4)):
         return SourceLayer(name, found, infos, (0, 0), reader)
-    if any(info.part_of for info in infos.values()):
+    if not isinstance(found, Gguf) and any(info.part_of for info in infos.values()):
         raise refusal(name, "experts in separate tensors", "fused experts", "Keep the checkpoint unchanged.")
     layer = SourceLayer(name, found, infos, (0, 0), reader)
     size = _size(layer, found)

@@ -10,16 +10,20 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from hfq.convert.fp8_codes import FineGrainedOptions, FloatOptions, plan_fine_grained, plan_float
-from hfq.convert.integer_codes import GptqOptions, PackOptions, plan_gptq, plan_pack
+from hfq.convert.integer_codes import GptqOptions, PackOptions, plan_blocks, plan_gptq, plan_pack
 from hfq.convert.layer_plan import LayerPlan, SourceLayer, refusal
+from hfq.convert.mxfp4_codes import plan_mxfp4, plan_mxfp4_blocks
 from hfq.formats import Format
 from hfq.formats.base import ActivationScheme
 from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.configs.compressed_tensors_config import is_embedding
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gguf.block_rows import Gguf
 from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
 from hfq.version import __version__
 
-__all__ = ["TARGET_FORMATS", "Target"]
+__all__ = ["TARGET_FORMATS", "GgufTarget", "Target"]
 
 _NUMBERED = re.compile(r"(^|\.)\d+\.")
 
@@ -71,7 +75,7 @@ class Target(ABC):
 
 
 class _GptqTarget(Target):
-    sources = (Gptq, PackQuantized)
+    sources = (Gptq, PackQuantized, Gguf)
 
     def __init__(self, is_v1: bool) -> None:
         self.is_v1 = is_v1
@@ -82,6 +86,13 @@ class _GptqTarget(Target):
         return is_stream and (found.zero_reading != "stored") == self.is_v1  # type: ignore[attr-defined]
 
     def plan(self, layer: SourceLayer) -> LayerPlan:
+        if is_embedding(layer.module):
+            raise refusal(
+                layer.module,
+                "an embedding of floats, because readers of GPTQ quantize linear layers alone",
+                layer.weight_format.describe(),
+                "Convert to pack-quantized.",
+            )
         return plan_gptq(layer, self.is_v1)
 
     def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
@@ -124,11 +135,12 @@ class _CompressedTensors(Target):
         grouped: dict[object, list[str]] = {}
         for name, options in layers.items():
             grouped.setdefault(options, []).append(name)
+        is_uniform = len(grouped) == 1 and not any(map(is_embedding, layers))
         groups = {}
         for number, (options, names) in enumerate(grouped.items()):
             weights, activations = self._arguments(options)
             groups[f"group_{number}"] = {
-                "targets": ["Linear"] if len(grouped) == 1 else sorted(names),
+                "targets": ["Linear"] if is_uniform else sorted(names),
                 "weights": weights,
                 "input_activations": activations,
                 "output_activations": None,
@@ -152,7 +164,7 @@ class _CompressedTensors(Target):
 
 class _PackTarget(_CompressedTensors):
     name = "pack-quantized"
-    sources = (Gptq, PackQuantized)
+    sources = (Gptq, PackQuantized, Gguf)
 
     def plan(self, layer: SourceLayer) -> LayerPlan:
         return plan_pack(layer)
@@ -165,6 +177,35 @@ class _PackTarget(_CompressedTensors):
             options.num_bits, "int", strategy, options.symmetric, group_size=options.group_size
         )
         return weights, None
+
+
+class _Mxfp4Target(_CompressedTensors):
+    name = "mxfp4-pack-quantized"
+    sources = (Gguf,)
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        return plan_mxfp4(layer)
+
+    def _arguments(self, options: object) -> tuple[dict, dict | None]:
+        weights = _arguments(4, "float", "group", True, group_size=32)
+        return weights | {"scale_dtype": "torch.uint8"}, None
+
+
+class GgufTarget(Target):
+    """Blocks of a GGUF file, which names no quantization in config.json."""
+
+    name = "gguf"
+    sources = (Gptq, PackQuantized, Mxfp4)
+
+    def is_source(self, found: Format, method: str) -> bool:
+        return isinstance(found, Gguf)
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        is_mxfp4 = isinstance(layer.weight_format, Mxfp4)
+        return plan_mxfp4_blocks(layer) if is_mxfp4 else plan_blocks(layer)
+
+    def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
+        return {}
 
 
 class _FloatTarget(_CompressedTensors):
@@ -251,6 +292,14 @@ def _activations(scheme: ActivationScheme | None) -> dict | None:
 
 TARGET_FORMATS: dict[str, Target] = {
     target.name: target
-    for target in (_GptqTarget(True), _GptqTarget(False), _PackTarget(), _FineGrainedTarget(), _FloatTarget())
+    for target in (
+        _GptqTarget(True),
+        _GptqTarget(False),
+        _PackTarget(),
+        _Mxfp4Target(),
+        _FineGrainedTarget(),
+        _FloatTarget(),
+        GgufTarget(),
+    )
 }
 """The target formats of `hfq convert --to`, by name."""

@@ -91,6 +91,7 @@ def quantize(
     """
     recipe = _as_recipe(recipe)
     source = Source(model, recipe, trust_remote_code)
+    source.checkpoint.check_safetensors("Nothing was written")
     target = check_target(source.checkpoint, output_dir, marker=JOURNAL)
     tokenizer = functools.partial(load_tokenizer, source.checkpoint.root, trust_remote_code)
     text = _calibration(source, recipe, dataset, tokenizer, num_calibration_samples, max_seq_length)

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from hfq.cli.main import app
 from hfq.tables import as_size
 from tests.support import tiny_models
+from tests.support.gguf_models import make_model, write_model
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 
@@ -48,3 +49,19 @@ def test_what_cannot_be_held_is_an_error(tmp_path):
     assert done.exit_code == 1
     assert "without loss" in str(done.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gguf_file_and_back(tmp_path):
+    source = write_model(tmp_path / "source", "qwen3", make_model("qwen3"))
+    done = run(source / "model.gguf", tmp_path / "packed", "--to", "pack-quantized")
+    assert done.exit_code == 0, done.output
+    assert "16 layers as pack-quantized, each read back bit-identical; 2 files" in done.stdout
+    done = run(tmp_path / "packed", tmp_path / "back", "--to", "gguf", "--template", source / "model.gguf")
+    assert done.exit_code == 0, done.output
+    assert {file.name for file in (tmp_path / "back").iterdir()} == {"config.json", "model.gguf"}
+
+
+def test_the_name_of_a_file_is_no_folder(tmp_path):
+    done = run(GPTQ, tmp_path / "out.gguf", "--to", "gguf", "--template", GPTQ)
+    assert done.exit_code == 1
+    assert f"Fix: Pass {tmp_path / 'out'}." in str(done.exception)

@@ -40,7 +40,7 @@ def test_a_model_is_the_same_as_itself(file):
     assert "the same model" in run("compare", file, file.parent).stdout
 
 
-@pytest.mark.parametrize("verb", [("reshard",), ("convert", "--to", "gptq"), ("quantize", "--method", "rtn")])
+@pytest.mark.parametrize("verb", [("reshard",), ("quantize", "--method", "rtn")])
 def test_verbs_that_write_safetensors_name_the_file(file, tmp_path, verb):
     done = CliRunner().invoke(app, [verb[0], str(file), str(tmp_path / "out"), *verb[1:]])
     assert isinstance(done.exception, FormatError)

@@ -62,7 +62,7 @@ OPTIONS = {
         "--damp-percent --distill-steps --modules-to-not-convert --dataset --num-calibration-samples "
         "--max-seq-length --push-to-hub --private --trust-remote-code --json"
     ),
-    "convert": "MODEL OUT --to --revision --push-to-hub --private --json",
+    "convert": "MODEL OUT --to --template --revision --push-to-hub --private --json",
     "reshard": "MODEL OUT --revision --push-to-hub --private --json",
     "evaluate": (
         "MODEL... --text --revision --reference --reference-revision --max-seq-length --stride --batch-size "

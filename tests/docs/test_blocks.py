@@ -118,8 +118,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     """A folder with everything that pages name."""
     for name, checkpoint in STAND_INS.items():
         shutil.copytree(tiny_models.DATA / checkpoint, tmp_path / name)
-    write_random_llama(tmp_path / "Llama-GGUF", "Q4_K")
-    (tmp_path / "Llama-GGUF" / "model.gguf").rename(tmp_path / "Llama-GGUF" / "Llama-Q4_K_M.gguf")
+    for name, kind, file in (("Llama-GGUF", "Q4_K", "Llama-Q4_K_M"), ("Llama-Q8", "Q8_0", "Llama-Q8_0")):
+        write_random_llama(tmp_path / name, kind)
+        (tmp_path / name / "model.gguf").rename(tmp_path / name / f"{file}.gguf")
     text = (tiny_models.DATA / "tiny-llama" / "held_out.txt").read_text(encoding="utf-8")
     for name in ("text.txt", "held_out.txt"):
         (tmp_path / name).write_text(text[:6000], encoding="utf-8")

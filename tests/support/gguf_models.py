@@ -378,6 +378,9 @@ def write_random_llama(folder, kind, layers=2, **options):
     metadata = {
         "general.architecture": "llama",
         "llama.block_count": layers,
+        "llama.embedding_length": 256,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [f"t{index}" for index in range(64)],
         "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 2,
     }

@@ -67,9 +67,11 @@ class GgufHeader(Header):
 
     Attributes:
         keys: The metadata.
+        entries: The bytes of each entry of the metadata: key, type, and value.
     """
 
     keys: dict[str, Value] = field(default_factory=dict)
+    entries: dict[str, ByteRange] = field(default_factory=dict)
 
 
 def read_gguf_header(
@@ -124,11 +126,13 @@ def parse_gguf(
         raise cursor.damaged("it holds too many tensors", f"at most {limits.tensors}", tensor_count)
     if key_count > _MOST_KEYS:
         raise cursor.damaged("it holds too many keys", f"at most {_MOST_KEYS}", key_count)
-    keys = dict[str, Value]()
+    keys, entries = dict[str, Value](), dict[str, ByteRange]()
     alignment = _DEFAULT_ALIGNMENT
     for _ in range(key_count):
+        start = cursor.position
         key, kind = _key(cursor, keys), cursor.number("I")
         keys[key] = value = _value(cursor, key, kind)
+        entries[key] = ByteRange(file, start, cursor.position - start)
         if key == "general.alignment":
             alignment = _alignment(cursor, kind, value)
     parsed = [_tensor(cursor) for _ in range(tensor_count)]
@@ -152,7 +156,7 @@ def parse_gguf(
         end = _aligned(source.offset + nbytes, alignment)
     last = max((info.range.offset + info.nbytes for info in tensors.values()), default=cursor.position)
     _check_end(cursor, last, end)
-    return GgufHeader(file, tensors, {}, data_start, identity, keys)
+    return GgufHeader(file, tensors, {}, data_start, identity, keys, entries)
 
 
 class _Cursor:

@@ -16,6 +16,7 @@ from hfq.tensor_spec import TensorInfo
 __all__ = [
     "format_of",
     "group_of",
+    "is_embedding",
     "read_activations",
     "read_block",
     "refuse_float",
@@ -143,11 +144,16 @@ def unusable(key: str, value: object, expected: str) -> FormatError:
     )
 
 
+def is_embedding(module: str) -> bool:
+    """Returns True if a module's name is that of an embedding."""
+    return _EMBEDDING.search(module) is not None
+
+
 def _rank(target: str, module: str) -> int | None:
     if target == module:
         return 0
     if target.startswith("re:"):
         return 1 if matches(target[3:], module, "config_groups") else None
-    if target == "Embedding" and _EMBEDDING.search(module):
+    if target == "Embedding" and is_embedding(module):
         return 2
     return 3 if target == "Linear" else None

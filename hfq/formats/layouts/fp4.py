@@ -10,6 +10,7 @@ Format: OCP Microscaling Formats 1.0 for E2M1 and E8M0.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Fp4Format(Format):
     others: Others = ()
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        out_features, nbytes = tensors[self.codes_name].flatten(1).shape
-        return out_features, 2 * nbytes
+        out_features, *others = tensors[self.codes_name].shape
+        return out_features, 2 * math.prod(others)
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]

@@ -13,7 +13,7 @@ import torch
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import CheckpointError
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.formats.gguf.block_rows import positions
+from hfq.formats.gguf.stored_values import stored_values
 from hfq.loading.saving import declared_like
 from hfq.loading.whole_save import target_of, whole_save
 from hfq.modules.flat_buffer import read_tensor
@@ -122,17 +122,4 @@ def _changed(
         if torch.equal(value, read_tensor(loading.reader, info).to(value.dtype)):
             continue
         stored = model.tensors[info.name]
-        yield stored, _as_stored(value, stored)
-
-
-def _as_stored(value: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """Returns values of the model as the file stores them."""
-    blocks = info.blocks
-    if blocks is not None and blocks.function == "plus one":
-        value = value.to(torch.float32) + 1
-    if blocks is not None and blocks.function == "minus exponential":
-        value = -value.to(torch.float32).exp()
-    if blocks is not None and blocks.rows is not None:
-        places = positions(blocks.rows, value.device)
-        value = torch.empty_like(value).index_copy_(0, places, value)
-    return value.to(torch_dtype(info.dtype))
+        yield stored, stored_values(value, stored.blocks).to(torch_dtype(stored.dtype))

@@ -12,7 +12,7 @@ import torch
 
 from hfq.checkpoint import Reader
 from hfq.checkpoint.temporary_file import TemporaryFile
-from hfq.formats.gguf.block_rows import positions
+from hfq.formats.gguf.stored_values import model_values
 from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 
@@ -46,9 +46,10 @@ def convert_tensors(loading: LoadState) -> None:
     last = max(info.range.offset + info.nbytes for info in placed.values())
     file = TemporaryFile(loading.reader, _FILE, last)
     for name, info in stored.items():
-        value = _converted(loading.reader, info).contiguous().reshape(-1).view(torch.uint8)
+        value = model_values(read_tensor(loading.reader, info), info.blocks)
+        raw = value.contiguous().reshape(-1).view(torch.uint8)
         # numpy arrays have the buffer protocol
-        file.write(placed[name].range.offset, memoryview(value.numpy()))  # type: ignore[arg-type]
+        file.write(placed[name].range.offset, memoryview(raw.numpy()))  # type: ignore[arg-type]
     file.finish()
     loading.checkpoint.tensors.update(placed)
     modules = [module.infos for module in loading.quantized.values()]
@@ -80,15 +81,3 @@ def _lay_out(stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         placed[name] = info._replace(dtype=dtype, range=ByteRange(_FILE, end, nbytes), blocks=None)
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return placed
-
-
-def _converted(reader: Reader, info: TensorInfo) -> torch.Tensor:
-    """Returns the values of the model for a stored tensor."""
-    value, blocks = read_tensor(reader, info), info.blocks
-    if blocks is not None and blocks.rows is not None:
-        value = value.index_select(0, positions(blocks.rows, value.device))
-    if blocks is not None and blocks.function == "plus one":
-        value = value.to(torch.float32) - 1
-    if blocks is not None and blocks.function == "minus exponential":
-        value = (-value.to(torch.float32)).log()
-    return value

@@ -1,0 +1,71 @@
+"""Configs of conversions from and to GGUF, which the metadata of the file must confirm."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.errors import FormatError
+from hfq.loading.gguf.metadata_config import check_metadata, check_rope_tensors, config_of_gguf
+
+__all__ = ["check_template", "with_model_config"]
+
+_SCALED = {
+    "rope_freqs.weight": ("llama3",),
+    "rope_factors_long.weight": ("longrope", "su"),
+}
+"""Types of RoPE whose factors a GGUF file stores, by the name of the tensor."""
+
+
+def with_model_config(source: Checkpoint) -> Checkpoint:
+    """Returns a GGUF file with the config of the language model alone.
+
+    Raises:
+        FormatError: There is no config for this file, or it contradicts the metadata.
+        SetupError: The package `gguf` is not installed, and there is no config.json.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    made = config_of_gguf(source.root, source, {})
+    config = AutoConfig.from_pretrained(source.root) if made is None else made
+    check_metadata(config, source)
+    check_rope_tensors(config, source, Reader(source))
+    stored = dict(source.config)
+    if made is not None:
+        stored = json.loads(made.to_json_string())
+        stored["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[made.model_type]]
+    if stored.get("dtype") is None and stored.get("torch_dtype") is None:
+        stored["dtype"] = "float32"  # of a load of blocks without a request; other files tell another one
+    return dataclasses.replace(source, config=stored)
+
+
+def check_template(source: Checkpoint, template: Checkpoint) -> None:
+    """Checks that the metadata of a GGUF file do not contradict the config of a checkpoint.
+
+    Raises:
+        FormatError: They differ, or the file lacks the factors of RoPE.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source.root)
+    check_metadata(config, template)
+    check_rope_tensors(config, template, Reader(template))
+    for name in _missing_factors(config, template):
+        raise FormatError(
+            "The template lacks a tensor of this model. Nothing was written.",
+            file=next(iter(template.headers)),
+            tensor=name,
+            expected="the factors by which the config scales the frequencies of RoPE",
+            found="no such tensor",
+            fix="Pass a GGUF file of the same model that holds its weights.",
+        )
+
+
+def _missing_factors(config: Any, template: Checkpoint) -> list[str]:
+    checked = {} if template.gguf is None else template.gguf.checked
+    text = config.get_text_config(decoder=True)
+    kind = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    return [name for name, kinds in _SCALED.items() if kind in kinds and name not in checked]
