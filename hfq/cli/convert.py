@@ -27,8 +27,8 @@ def convert(
         str,
         typer.Option(
             metavar="FORMAT",
-            help="Target format: gptq, gptq_v2, pack-quantized, mxfp4-pack-quantized, fp8, float-quantized, "
-            "or gguf.",
+            help="Target format: gptq, gptq_v2, pack-quantized, mxfp4-pack-quantized, mxfp4 (of gpt-oss), "
+            "fp8, float-quantized, or gguf.",
         ),
     ],
     template: Annotated[

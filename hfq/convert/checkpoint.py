@@ -100,7 +100,7 @@ def convert_checkpoint(
     layers = {name: layer for name, layer in read.items() if not _is_float(layer)}
     _check_source(variant, layers, config, source)
     plans = {name: variant.plan(layer) for name, layer in layers.items()}
-    tensors = {**_floats(source, read, reader), **_planned(layers, plans)}
+    tensors = variant.arrange({**_floats(source, read, reader), **_planned(layers, plans)}, source, reader)
     if template is not None:
         files, new_config = [gguf_file(tensors, plans, template, reader)], {}
     else:
@@ -240,9 +240,9 @@ def _floats(source: Checkpoint, layers: Mapping[str, SourceLayer], reader: Reade
     Raises:
         FormatError: A GGUF file stores the transpose of a weight.
     """
-    infos = {info.part_of or info.name: info for layer in layers.values() for info in layer.infos.values()}
+    packed = {info.part_of or info.name for layer in layers.values() for info in layer.infos.values()}
     tensors = {
-        name: NewTensor.of_model(info, reader) for name, info in source.tensors.items() if name not in infos
+        name: NewTensor.of_model(info, reader) for name, info in source.tensors.items() if name not in packed
     }
     for module, layer in layers.items():
         if not _is_float(layer):

@@ -326,5 +326,4 @@ def _check_zeros(layer: SourceLayer, highest: int, bits: int) -> None:
 
 
 def _with_bias(layer: SourceLayer, tensors: dict[str, NewTensor]) -> dict[str, NewTensor]:
-    bias = layer.infos.get("bias")
-    return tensors | ({} if bias is None else {"bias": NewTensor.of_model(bias, layer.reader)})
+    return tensors | ({"bias": layer.copied("bias")} if "bias" in layer.infos else {})

@@ -46,6 +46,10 @@ class SourceLayer:
         """Reads one tensor of the layer into new memory."""
         return read_tensor(self.reader, self.infos[local])
 
+    def copied(self, local: str) -> NewTensor:
+        """Returns one unquantized tensor of the layer with the values of the model."""
+        return NewTensor.of_model(self.infos[local], self.reader)
+
 
 @dataclass(frozen=True)
 class NewTensor:

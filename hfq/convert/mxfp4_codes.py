@@ -47,7 +47,7 @@ def plan_mxfp4(layer: SourceLayer) -> LayerPlan:
         "weight_scale": NewTensor("U8", (out_features, groups), lambda: _blocks(layer, found)[:, :, 0]),
     }
     if "bias" in layer.infos:
-        tensors["bias"] = NewTensor.of_model(layer.infos["bias"], layer.reader)
+        tensors["bias"] = layer.copied("bias")
     return LayerPlan(tensors, None)
 
 
@@ -70,7 +70,7 @@ def plan_mxfp4_blocks(layer: SourceLayer) -> LayerPlan:
     shape = (out_features, in_features // 32 * _BLOCK_NBYTES)
     tensors = {"weight": NewTensor("U8", shape, lambda: _made_blocks(layer, found))}
     if "bias" in layer.infos:
-        tensors["bias"] = NewTensor.copied(layer.infos["bias"])
+        tensors["bias"] = layer.copied("bias")
     return LayerPlan(tensors, "MXFP4")
 
 

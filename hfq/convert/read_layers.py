@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.convert.gpt_oss_experts import halves_of
 from hfq.convert.layer_plan import SourceLayer, refusal
 from hfq.errors import CheckpointError, FormatError
 from hfq.formats import Format, detect_formats, tensors_by_module
@@ -16,6 +17,7 @@ from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.configs.source_config import detection_hints, halves_experts
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gguf.block_rows import Gguf
+from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.tensor_spec import TensorInfo
@@ -39,7 +41,13 @@ def read_layers(checkpoint: Checkpoint, config: Mapping, reader: Reader) -> dict
     if checkpoint.config.get("model_type") == "gpt_oss" and halves_experts(hints):
         _refuse_halves(checkpoint, modules)
     formats = detect_formats(modules, hints)
-    return {name: _layer(name, found, modules[name], reader) for name, found in formats.items()}
+    layers = (_layer(name, found, modules[name], reader) for name, found in formats.items())
+    return {part.module: part for layer in layers for part in _parts(layer)}
+
+
+def _parts(layer: SourceLayer) -> Iterable[SourceLayer]:
+    """Returns a layer, or the two halves of a fused one of gpt-oss."""
+    return halves_of(layer) if isinstance(layer.weight_format, GptOssMxfp4) else (layer,)
 
 
 def _refuse_halves(checkpoint: Checkpoint, modules: Mapping[str, object]) -> None:
@@ -94,9 +102,9 @@ def _activations(layer: SourceLayer) -> tuple | None:
 
 
 def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Reader) -> SourceLayer:
-    if not isinstance(found, (Gptq, PackQuantized, Fp8, Gguf, Mxfp4)):
+    if not isinstance(found, (Gptq, PackQuantized, Fp8, Gguf, Mxfp4, GptOssMxfp4)):
         return SourceLayer(name, found, infos, (0, 0), reader)
-    if not isinstance(found, Gguf) and any(info.part_of for info in infos.values()):
+    if not isinstance(found, (Gguf, GptOssMxfp4)) and any(info.part_of for info in infos.values()):
         raise refusal(name, "experts in separate tensors", "fused experts", "Keep the checkpoint unchanged.")
     layer = SourceLayer(name, found, infos, (0, 0), reader)
     size = _size(layer, found)

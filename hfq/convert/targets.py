@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
+from hfq.checkpoint import Checkpoint, Reader
 from hfq.convert.fp8_codes import FineGrainedOptions, FloatOptions, plan_fine_grained, plan_float
+from hfq.convert.gpt_oss_experts import fuse_experts
 from hfq.convert.integer_codes import GptqOptions, PackOptions, plan_blocks, plan_gptq, plan_pack
-from hfq.convert.layer_plan import LayerPlan, SourceLayer, refusal
+from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.mxfp4_codes import plan_mxfp4, plan_mxfp4_blocks
 from hfq.formats import Format
 from hfq.formats.base import ActivationScheme
@@ -68,6 +70,16 @@ class Target(ABC):
         Raises:
             FormatError: One config cannot describe all layers.
         """
+
+    def arrange(
+        self, tensors: dict[str, NewTensor], source: Checkpoint, reader: Reader
+    ) -> dict[str, NewTensor]:
+        """Returns all tensors as the format names and fuses them.
+
+        Raises:
+            FormatError: The format has no place for a tensor.
+        """
+        return tensors
 
     def side_files(self, config: dict) -> dict[str, dict]:
         """Returns the files that other tools require in addition to config.json."""
@@ -191,6 +203,35 @@ class _Mxfp4Target(_CompressedTensors):
         return weights | {"scale_dtype": "torch.uint8"}, None
 
 
+class _GptOssTarget(Target):
+    """MXFP4 of gpt-oss, which fuses the experts of a layer; see `gpt_oss_experts`."""
+
+    name = "mxfp4"
+    sources = (Gguf,)
+
+    def is_source(self, found: Format, method: str) -> bool:
+        return method == "mxfp4"
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        return plan_mxfp4(layer)
+
+    def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
+        names = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+        return {"quant_method": "mxfp4", "modules_to_not_convert": [*names]}
+
+    def arrange(
+        self, tensors: dict[str, NewTensor], source: Checkpoint, reader: Reader
+    ) -> dict[str, NewTensor]:
+        if source.config.get("model_type") != "gpt_oss":
+            raise refusal(
+                "config.json",
+                "model_type gpt_oss, because no other model has its experts",
+                str(source.config.get("model_type")),
+                "Convert to mxfp4-pack-quantized.",
+            )
+        return fuse_experts(tensors, reader)
+
+
 class GgufTarget(Target):
     """Blocks of a GGUF file, which names no quantization in config.json."""
 
@@ -297,6 +338,7 @@ TARGET_FORMATS: dict[str, Target] = {
         _GptqTarget(False),
         _PackTarget(),
         _Mxfp4Target(),
+        _GptOssTarget(),
         _FineGrainedTarget(),
         _FloatTarget(),
         GgufTarget(),

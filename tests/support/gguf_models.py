@@ -232,6 +232,8 @@ def _encoded(values, kind):
         stored = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
         return stored.contiguous().view(torch.uint8).numpy().tobytes(), stored.float().numpy()
     grouped = values.reshape(-1, 32)
+    if kind == "MXFP4":
+        return _encoded_mxfp4(grouped, values.shape)
     top = np.abs(grouped).max(1, keepdims=True)
     scales = (top / {"Q8_0": 127, "Q4_0": 8}[kind]).astype(np.float16)
     codes = np.rint(grouped / np.maximum(scales.astype(np.float32), 1e-9)).astype(np.int32)
@@ -243,6 +245,18 @@ def _encoded(values, kind):
         packed = nibbles[:, :16] | nibbles[:, 16:] << 4
     raw = np.concatenate([scales.view(np.uint8), packed], 1).tobytes()
     return raw, (scales.astype(np.float32) * means.astype(np.float32)).reshape(values.shape)
+
+
+def _encoded_mxfp4(grouped, shape):
+    exponents = np.floor(np.log2(np.maximum(np.abs(grouped).max(1, keepdims=True), 1e-30))) - 2
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    scaled = grouped / 2.0**exponents
+    codes = np.abs(np.abs(scaled)[:, :, None] - magnitudes).argmin(2).astype(np.uint8)
+    is_negative = (scaled < 0) & (codes > 0)  # ggml has no negative zero
+    meant = np.where(is_negative, -1, 1) * magnitudes[codes] * 2.0**exponents
+    codes += 8 * is_negative.astype(np.uint8)
+    stored = [(exponents + 127).astype(np.uint8), codes[:, :16] | codes[:, 16:] << 4]
+    return np.concatenate(stored, 1).tobytes(), meant.astype(np.float32).reshape(shape)
 
 
 def _keys(model, architecture):
@@ -306,7 +320,8 @@ def write_model(folder, name, model, kinds=("Q8_0", "Q4_0"), extra=None, metadat
         folder: The folder, which is created.
         name: One of `MODELS`.
         model: The model.
-        kinds: Types of tensors with rows of whole blocks and at least two dimensions, in turn.
+        kinds: Types of tensors with rows of whole blocks and at least two dimensions, in turn; or a function
+            from the name in the file to the type.
         extra: Further tensors {name: (type, shape, bytes)}.
         metadata: Further keys, or other values of keys.
     """
@@ -329,7 +344,8 @@ def write_model(folder, name, model, kinds=("Q8_0", "Q4_0"), extra=None, metadat
                 stored + np.float32(1) if is_sum else -np.exp(stored) if target.endswith("ssm_a") else stored
             )
             is_weight = places.ndim > 1 and "conv1d" not in target and "_inp" not in target
-            kind = kinds[len(tensors) % len(kinds)] if is_weight and not target.endswith("bias") else "F32"
+            chosen = kinds(target) if callable(kinds) else kinds[len(tensors) % len(kinds)]
+            kind = chosen if is_weight and not target.endswith("bias") else "F32"
             is_whole = kind in ("F32", "F16", "BF16") or places.shape[-1] % 32 == 0
             raw, meant = _encoded(stored, kind if is_whole else "F32")
             tensors[target] = (kind if is_whole else "F32", places.shape, raw)
