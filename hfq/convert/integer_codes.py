@@ -18,7 +18,7 @@ from hfq.convert.gguf_blocks import block_codes, block_groups
 from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, exact_cast, refusal
 from hfq.formats.codecs.bit_packing import pack_stream, unpack_planes, unpack_stream, unpack_words
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.formats.codecs.ggml.signed_codes import WRITTEN_TYPES, pack_blocks
+from hfq.formats.codecs.ggml.signed_codes import SIGNED_TYPES, WRITTEN_TYPES, pack_blocks
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.configs.gptq_config import BITS
 from hfq.formats.gguf.block_rows import Gguf
@@ -292,7 +292,7 @@ def _columns(layer: SourceLayer) -> torch.Tensor:
 
 
 def _columns_of_blocks(layer: SourceLayer, found: Gguf) -> torch.Tensor:
-    kind, rows = block_groups(layer, found)[0], layer.read("weight")
+    kind, rows = SIGNED_TYPES[found.type.name], layer.read("weight")
     half = 1 << (kind.num_bits - 1)
     slabs = [
         pack_stream(

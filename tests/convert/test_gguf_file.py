@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.gguf.header import read_gguf_header
 from hfq.convert import convert_checkpoint
 from tests.contract.cases import CASES
+from tests.loading.gguf.test_saved_files import split
 from tests.support import ggml_library, models, tiny_models
 from tests.support.checkpoint_files import stored_bytes
 from tests.support.gguf_files import IDS, write_gguf
@@ -145,6 +147,27 @@ def test_tensors_that_repeat_the_config_are_copied_from_the_template(tmp_path):
     found = write_gguf(other / "model.gguf", scalars, {"rope_freqs.weight": ("F32", (16,), factors)})
     convert(source, tmp_path / "to", "gguf", found)
     assert stored(tmp_path / "to")["rope_freqs.weight"] == ("F32", factors)
+
+
+def test_plain_transformers_reads_the_file_as_that_of_the_source(tmp_path):
+    pytest.importorskip("gguf")
+    source = write_model(tmp_path / "source", "llama-biased", make_model("llama-biased"))
+    convert(source, tmp_path / "packed", "pack-quantized")
+    convert(tmp_path / "packed", tmp_path / "back", "gguf", source)
+    found, expected = (
+        AutoModelForCausalLM.from_pretrained(path, gguf_file="model.gguf", dtype=torch.float32)
+        for path in (tmp_path / "back", source)
+    )
+    assert torch.equal(models.logits(found, TOKENS), models.logits(expected, TOKENS))
+
+
+def test_each_part_of_a_split_becomes_a_shard(tmp_path):
+    source = write_model(tmp_path / "source", "llama", make_model("llama"))
+    expected = logits(source)
+    split(source)
+    convert(source, tmp_path / "packed", "pack-quantized")
+    assert torch.equal(logits(tmp_path / "packed"), expected)
+    assert len(list((tmp_path / "packed").glob("model-0000?-of-00002.safetensors"))) == 2
 
 
 def test_ggml_and_the_package_gguf_read_the_file(tmp_path):

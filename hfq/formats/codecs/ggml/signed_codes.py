@@ -18,6 +18,7 @@ from hfq.formats.codecs.ggml.blocks import DECODERS
 
 __all__ = ["SIGNED_TYPES", "WRITTEN_TYPES", "SignedType", "pack_blocks", "unpack_codes", "unpack_scales"]
 
+_SLAB_ROWS = 1024
 _ONE = torch.ones(1, dtype=torch.float16).view(torch.uint8).tolist()
 
 
@@ -76,8 +77,13 @@ def unpack_scales(rows: torch.Tensor, name: str) -> torch.Tensor:
         rows: uint8 [rows, bytes of a row].
         name: The type, one of `SIGNED_TYPES`.
     """
-    found = SIGNED_TYPES[name]
-    return _decoded(rows, name, found.codes)[:, :: found.group_size].to(found.scale_dtype)
+    found, kind = SIGNED_TYPES[name], block_type(name)
+    if found.group_size == kind.size:  # one float16, stored as it is
+        start = found.scales[0]
+        raw = rows.unflatten(1, (-1, kind.nbytes))[:, :, start : start + 2].contiguous()
+        return raw.view(found.scale_dtype).flatten(1)
+    slabs = rows.split(_SLAB_ROWS)
+    return torch.cat([_decoded(slab, name, found.codes)[:, :: found.group_size] for slab in slabs])
 
 
 def pack_blocks(codes: torch.Tensor, scales: torch.Tensor, name: str) -> torch.Tensor:
