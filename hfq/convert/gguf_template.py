@@ -20,7 +20,7 @@ __all__ = ["check_model", "metadata_entries", "template_header"]
 _WRITTEN = frozenset(ARCHITECTURES) - {"deepseek2", "gpt2"}
 _OWN_KEYS = re.compile(r"split\.|quantize\.|general\.(file_type|quantization_version)$")
 """Keys that describe the tensors of one file."""
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "BF16": 32, "MXFP4": 38}
 """llama.cpp's number of a file that consists mostly of a type."""
 _QUANTIZATION_VERSION = 2
 _U32 = 4

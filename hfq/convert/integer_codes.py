@@ -168,7 +168,7 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
 
 
 def plan_blocks(layer: SourceLayer) -> LayerPlan:
-    """Plans a layer as blocks of GGUF: Q4_0 or Q8_0, which repeat the scale of a larger group.
+    """Plans a layer as blocks of GGUF, which repeat the scale of a larger group.
 
     Raises:
         FormatError: The blocks cannot hold the layer.
@@ -178,7 +178,7 @@ def plan_blocks(layer: SourceLayer) -> LayerPlan:
     if name is None or size % 32 or size * groups.zeros.shape[0] != in_features:
         raise refusal(
             layer.module,
-            "4 or 8 bits, and groups of a multiple of 32 channels",
+            "4, 5, or 8 bits, and groups of a multiple of 32 channels",
             f"{groups.num_bits} bits, groups of {size} of {in_features} channels",
             "Keep the checkpoint unchanged.",
         )

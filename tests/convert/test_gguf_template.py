@@ -61,7 +61,7 @@ def order(g_idx):
 REFUSED = [
     ("gptq-v1-w4-asym", {}, "qzeros", "zero points of 8"),
     ("gptq-v1-w4-sym", {"g_idx": order}, "g_idx", "channels in activation order"),
-    ("gptq-v1-w3-sym", {}, "", "4 or 8 bits"),
+    ("gptq-v1-w3-sym", {}, "", "4, 5, or 8 bits"),
     ("gptq-v1-w4-sym", {"scales": lambda scales: scales.float() / 3}, "scales", "F16 holds exactly"),
     ("fp8-block", {}, "", "a format with the same numbers as gguf"),
     ("mxint4", {}, "", "found: mxint4"),

@@ -56,7 +56,7 @@ SIGNED_TYPES = {
 }
 """The types of such blocks."""
 
-WRITTEN_TYPES = {8: "Q8_0", 4: "Q4_0"}
+WRITTEN_TYPES = {8: "Q8_0", 5: "Q5_0", 4: "Q4_0"}
 """The types that `pack_blocks` makes, by bits of a code."""
 
 
@@ -94,13 +94,18 @@ def pack_blocks(codes: torch.Tensor, scales: torch.Tensor, name: str) -> torch.T
         scales: float16 [rows, columns / 32].
         name: The type, one of `WRITTEN_TYPES`.
     """
+    parts = [scales.contiguous().view(torch.uint8).unflatten(1, (-1, 2))]
     grouped = codes.unflatten(1, (-1, 32))
-    if name == "Q4_0":
-        nibbles = (grouped + 8).view(torch.uint8)
-        stored = nibbles[..., :16] | nibbles[..., 16:] << 4
+    if name == "Q8_0":
+        parts.append(grouped.contiguous().view(torch.uint8))
     else:
-        stored = grouped.contiguous().view(torch.uint8)
-    return torch.cat([scales.contiguous().view(torch.uint8).unflatten(1, (-1, 2)), stored], 2).flatten(1)
+        unsigned = (grouped + (1 << (SIGNED_TYPES[name].num_bits - 1))).view(torch.uint8)
+        if name == "Q5_0":
+            bits = (unsigned >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)
+            parts.append(bits.sum(3, dtype=torch.uint8))
+        low = unsigned & 15
+        parts.append(low[..., :16] | low[..., 16:] << 4)
+    return torch.cat(parts, 2).flatten(1)
 
 
 def _decoded(rows: torch.Tensor, name: str, ones: tuple[int, list[int]]) -> torch.Tensor:
