@@ -16,6 +16,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from tests.contract.cases import GPTQMODEL, compressed_tensors
 from tests.support import moe_models, tiny_models
+from tests.support.gguf_models import make_model, write_model
 
 pytest.importorskip(
     "transformers.distributed.mixin", reason="transformers before 5.23 slices models in another way"
@@ -47,7 +48,14 @@ EQUAL = (
     "gathered",
     "shared expert",
     "pack-quantized",
+    "gguf",
+    "gguf, tied",
+    "gguf experts",
 )
+
+
+def write_gguf(folder: Path, name: str, kinds=("Q8_0", "Q4_0", "BF16"), **options) -> str:
+    return str(write_model(folder, name, make_model(name, **options), kinds))
 
 
 def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
@@ -152,11 +160,16 @@ def paths(folder) -> dict[str, str]:
             num_key_value_heads=1,
             head_dim=64,
         ),
+        "gguf": write_gguf(folder / "gguf", "llama-biased", intermediate_size=128),
+        "gguf, tied": write_gguf(folder / "gguf-tied", "gemma3", ("Q8_0",), intermediate_size=128),
+        "gguf experts": write_gguf(folder / "gguf-experts", "qwen3moe", moe_intermediate_size=64),
+        "within a block of ggml": write_gguf(folder / "gguf-blocks", "llama", ("Q8_0",)),
         "poisoned": write(folder / "poisoned", channel, compressed_tensors("channel"), poison),
         "two readings": write(folder / "readings", GPTQ, GPTQ_CONFIG, relabel),
     }
     others = ("gathered", "rule for a weight", "fused rule", "not there")
-    return made | dict.fromkeys(others, made["gptq"]) | {"other head": made["fp8-channel"]}
+    again = {"other head": made["fp8-channel"], "rule for an embedding": made["gguf"]}
+    return made | dict.fromkeys(others, made["gptq"]) | again
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +185,8 @@ def results(folder, paths) -> list[dict]:
         "rule for a weight": {"tp_plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}},
         "fused rule": {"tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}},
         "mixtral": {"saves": True},
+        "gguf": {"saves": True},
+        "rule for an embedding": {"tp_plan": {"model.embed_tokens": "embedding_rowwise"}},
     }
     cases = [{"id": id, "path": path, **details.get(id, {})} for id, path in paths.items()]
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -240,6 +255,11 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
     assert "distributed_config" not in config
 
 
+def test_a_shared_gguf_file_is_saved_as_its_bytes(results, folder, paths):
+    saved = (folder / "saved-gguf" / "model.gguf").read_bytes()
+    assert saved == (Path(paths["gguf"]) / "model.gguf").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("case", "error"),
     [
@@ -262,6 +282,12 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
             "'stored'}",
         ),
         ("fused rule", "found: tp_plan's 'packed_colwise' for a quantized QuantizedLinear"),
+        ("rule for an embedding", "found: tp_plan's 'embedding_rowwise' for a quantized QuantizedEmbedding"),
+        (
+            "within a block of ggml",
+            "tensor: model.layers.0.mlp.down_proj; expected: a cut between blocks of 32 weights; found: input "
+            "channels 0 to 48 of 96",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(case, error, results):

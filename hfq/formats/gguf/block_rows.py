@@ -31,6 +31,7 @@ from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.scaled import Others, other_specs, other_tensors
+from hfq.formats.layouts.slicing import BlockShards
 from hfq.tensor_spec import Blocks, StoredOrder, TensorInfo, TensorSpec
 
 __all__ = ["Gguf", "no_quantization", "positions"]
@@ -39,7 +40,7 @@ _OTHERS = ("input_scale",)
 
 
 @dataclass(frozen=True)
-class Gguf(Format):
+class Gguf(BlockShards):
     """Rows of blocks with the parameters of one module; see the module docstring.
 
     Attributes:

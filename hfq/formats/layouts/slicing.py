@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from hfq.checkpoint.gguf.block_types import block_type
 from hfq.errors import FormatError
 from hfq.formats.base import Format
 from hfq.formats.codecs.value_checks import check_index
-from hfq.tensor_spec import Cut, LayerSlice, TensorInfo
+from hfq.tensor_spec import Blocks, Cut, LayerSlice, TensorInfo
 
-__all__ = ["AwqShards", "Fp8Shards", "GptqShards", "PackShards", "ScaledShards"]
+__all__ = ["AwqShards", "BlockShards", "Fp8Shards", "GptqShards", "PackShards", "ScaledShards"]
 
 Cuts = dict[str, Cut | None]
 
@@ -280,6 +281,32 @@ class ScaledShards(Format):
         if part.axis == "out":
             return 1
         return part.size // shape[1] if len(shape) == 2 and shape[1] > 1 else None
+
+
+class BlockShards(Format):
+    """Slices of `Gguf`: at a row or between heads with a row order, and between blocks."""
+
+    blocks: Blocks
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, Cuts]:
+        if part.axis == "in":
+            if self.blocks.columns is not None:
+                return super().shard(part, infos, index)
+            kind = block_type(self.blocks.type)
+            _check_aligned(self, part, kind.size, f"blocks of {kind.size} weights")
+            nbytes = kind.nbytes if kind.dtype == "U8" else 1
+            return self, _cuts(part, infos, {"weight": Cut(1, *(n * nbytes for n in part.units(kind.size)))})
+        rows, blocks = self.blocks.rows, self.blocks
+        if rows is not None:
+            head = rows.first * rows.second * rows.inner
+            if rows.start or rows.outer == 1:
+                return super().shard(part, infos, index)
+            _check_aligned(self, part, head, f"heads of {head} rows")
+            outer = (part.stop - part.start) // head
+            blocks = dataclasses.replace(blocks, rows=dataclasses.replace(rows, outer=outer))
+        return _replaced(self, blocks=blocks), _cuts(part, infos, {"weight": Cut(0, part.start, part.stop)})
 
 
 def _words_along(found: Format, part: LayerSlice, num_bits: int, dim: int, is_planar: bool = False) -> Cut:

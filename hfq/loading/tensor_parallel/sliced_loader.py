@@ -29,7 +29,7 @@ from hfq.loading.model_loader import ModelLoader
 from hfq.loading.ranks import attempt, exchange, meet, no_copy, raise_together
 from hfq.loading.read_weights import ReadReport
 from hfq.loading.saving import stored_state
-from hfq.loading.tensor_parallel.slices import find_slices, generic, passed_rules
+from hfq.loading.tensor_parallel.slices import find_slices, generic, model_rules, passed_rules
 from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import FlatBuffer, read_tensor
 from hfq.modules.linear import QuantizedLinear
@@ -247,7 +247,7 @@ class SlicedLoader(ModelLoader):
 
         No rule may change a quantized layer, or name a parameter that quantized experts replaced.
         """
-        kept, rules = passed_rules(self.model), dict(self.model.tp_plan)
+        kept, rules = passed_rules(self.model), model_rules(self)
         names = {generic(name) for name, _ in self.model.named_parameters()}
         for experts in {generic(name) for name in self.match.experts}:
             for local in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):

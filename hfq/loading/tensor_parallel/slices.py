@@ -31,6 +31,7 @@ __all__ = [
     "check_distributed",
     "find_slices",
     "generic",
+    "model_rules",
     "joining",
     "noting_meshes",
     "passed_rules",
@@ -200,6 +201,17 @@ def passed_rules(model: Any) -> dict[str, str]:
     return passed if isinstance(passed, dict) else {}
 
 
+def model_rules(loading: LoadState) -> dict[str, str]:
+    """Returns the rules of the model's own plan, but those that cut quantized embeddings.
+
+    Each rank holds such an embedding whole, since a lookup is no sum over ranks.
+    """
+    whole = {
+        generic(name) for name, module in loading.quantized.items() if isinstance(module, QuantizedEmbedding)
+    }
+    return {name: style for name, style in loading.model.tp_plan.items() if name not in whole}
+
+
 def generic(name: str) -> str:
     """Returns a name as rules write it, with `*` for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -212,7 +224,7 @@ def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSli
         PlacementError: A rule requires a cut that hfq cannot make; names the layer and the rule.
     """
     model, found = loading.model, {}
-    plan = {**model.tp_plan, **passed_rules(model)}
+    plan = {**model_rules(loading), **passed_rules(model)}
     _check_rules(plan, loading)
     for name, module in loading.quantized.items():
         target = loading.match.quantized[name].target

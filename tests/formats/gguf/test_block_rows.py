@@ -7,7 +7,7 @@ from hfq import FormatError
 from hfq.formats import detect_formats
 from hfq.formats.codecs.ggml.blocks import decode_into
 from hfq.formats.gguf.block_rows import Gguf, positions
-from hfq.tensor_spec import Blocks, ByteRange, StoredOrder, TensorInfo
+from hfq.tensor_spec import Blocks, ByteRange, LayerSlice, StoredOrder, TensorInfo
 from tests.support.checkpoint_files import refused
 from tests.support.gguf_files import random_blocks
 
@@ -137,3 +137,57 @@ def test_reordered_rows_have_the_same_weights(rows):
 def test_nothing_is_quantized_to_gguf():
     with refused("does not quantize to GGUF", kind=FormatError):
         Gguf(Blocks("Q4_0")).quantize(torch.zeros(1, 32))
+
+
+def cut(tensors, cuts):
+    """Returns the tensors of a slice."""
+    return {
+        local: tensors[local]
+        if part is None
+        else tensors[local].narrow(part.dim, part.start, part.stop - part.start)
+        for local, part in cuts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("axis", "start", "stop"), [("out", 8, 16), ("out", 0, 8), ("in", 64, 128), ("in", 0, 32)]
+)
+@pytest.mark.parametrize("rows", [None, ROPE])
+@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
+def test_slices_have_the_weights_of_the_whole_layer(kind, rows, axis, start, stop):
+    raw = weights(kind, 16, 128, 32)[0] if kind == "Q4_0" else torch.arange(16.0 * 128).view(16, 128)
+    tensors = {"weight": raw, "bias": torch.arange(16.0)}
+    found = Gguf(Blocks(kind, rows=rows))
+    infos = {local: info(f"m.{local}", "U8", tuple(tensor.shape)) for local, tensor in tensors.items()}
+    part = LayerSlice(axis, start, stop, 16 if axis == "out" else 128)
+    sliced, cuts = found.shard(part, infos, {})
+    whole = found.dequantize(tensors)
+    expected = whole[start:stop] if axis == "out" else whole[:, start:stop]
+    assert torch.equal(sliced.dequantize(cut(tensors, cuts)), expected)
+    bias = cut(tensors, cuts).get("bias")
+    assert (bias is None) == (axis == "in" and start > 0)
+    assert bias is None or torch.equal(
+        bias, tensors["bias"][start:stop] if axis == "out" else tensors["bias"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "part", "words"),
+    [
+        (Blocks("Q4_0"), LayerSlice("in", 16, 64, 128), "a cut between blocks of 32 weights"),
+        (Blocks("Q4_0", rows=ROPE), LayerSlice("out", 4, 8, 16), "a cut between heads of 8 rows"),
+        (
+            Blocks("Q4_0", rows=TILED),
+            LayerSlice("out", 0, 8, 16),
+            "a format that supports tensor parallelism",
+        ),
+        (
+            Blocks("Q4_0", columns=TILED),
+            LayerSlice("in", 0, 64, 128),
+            "a format that supports tensor parallelism",
+        ),
+    ],
+)
+def test_slices_elsewhere_are_refused(blocks, part, words):
+    with refused(words, kind=FormatError):
+        Gguf(blocks).shard(part, {"weight": info("m.weight", "U8", (16, 72))}, {})
