@@ -59,7 +59,9 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
     """
     is_compiled = options.is_compiled and options.n_gen > 0
     steps = (
-        3 + is_compiled + options.repetitions * ((options.n_prompt > 0) + (options.n_gen > 0) + is_compiled)
+        3
+        + is_compiled
+        + options.repetitions * ((options.n_prompt > 0) + (options.n_gen > 0) + 2 * is_compiled)
     )
     with progress_bar(len(options.threads) * steps) as bar:
         runs = [_run(folder, options, threads, bar) for threads in options.threads]
@@ -97,8 +99,9 @@ def _run(folder: str, options: BenchOptions, threads: int | None, bar: ProgressB
         run |= _checked(worker.ask("memory"))
         if options.is_compiled and options.n_gen:
             run |= ask("compile", "compiling")
-            seconds = [ask("decode_compiled", "decode")["seconds"] for _ in range(options.repetitions)]
-            run |= _rates("decode_compiled", options.n_gen, seconds)
+            for name in ("decode_generate", "decode_compiled"):
+                seconds = [ask(name, "decode")["seconds"] for _ in range(options.repetitions)]
+                run |= _rates(name, options.n_gen, seconds)
     return run | {"predicted": predicted}
 
 

@@ -48,10 +48,13 @@ def _rows(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             measured = f"{run[key]:.2f} ± {run[f'{key}_std']:.2f} tokens/s"
             expected = predicted.get(key) if _has_same_threads(run) else None
             yield f"{name} {run[f'{name}_tokens']}", measured, _text(expected, ".2f", " tokens/s")
-    if "decode_compiled_seconds" in run:
-        rate, deviation = (run[f"decode_compiled_tokens_per_second{end}"] for end in ("", "_std"))
-        compiled = f"{rate:.2f} ± {deviation:.2f} tokens/s, after {run['compile_seconds']:.3g} s"
-        yield f"decode {run['decode_compiled_tokens']}, compiled", compiled, _NONE
+    for name, what in (("generate", "static cache"), ("compiled", "compiled")):
+        key = f"decode_{name}_tokens_per_second"
+        if key in run:
+            rate = f"{run[key]:.2f} ± {run[f'{key}_std']:.2f} tokens/s"
+            yield f"decode {run[f'decode_{name}_tokens']}, {what}", rate, _NONE
+    if "compile_seconds" in run:
+        yield "compiling, and one generation", f"{run['compile_seconds']:.3g} s", _NONE
     if run["host_seconds_per_layer"] is not None:
         yield "host time per layer", f"{run['host_seconds_per_layer'] * 1e6:.3g} µs", _NONE
 

@@ -74,6 +74,7 @@ class BenchWorker:
             self.decode,
             self.host,
             self.compile,
+            self.decode_generate,
             self.decode_compiled,
             self.memory,
         )
@@ -165,19 +166,28 @@ class BenchWorker:
             )
         return {"compile_seconds": self.decode_compiled()["seconds"]}
 
+    def decode_generate(self) -> dict[str, Any]:
+        """Generates the same tokens with a static cache, without `torch.compile`: seconds."""
+        return self._generate_static(disable_compile=True)
+
     def decode_compiled(self) -> dict[str, Any]:
         """Generates tokens with `torch.compile` and a static cache: seconds."""
-        from transformers import CompileConfig, GenerationConfig
+        from transformers import CompileConfig
 
         compiling = CompileConfig()
         compiling._compile_all_devices = True
+        return self._generate_static(compile_config=compiling)
+
+    def _generate_static(self, **options: Any) -> dict[str, Any]:
+        from transformers import GenerationConfig
+
         config = GenerationConfig(
             max_new_tokens=self._n_gen,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
             cache_implementation="static",
-            compile_config=compiling,
+            **options,
         )
         started = time.perf_counter()
         self._model.generate(self._random_tokens(1), config)
