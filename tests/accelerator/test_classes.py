@@ -83,7 +83,7 @@ def maps(layers, experts) -> dict[str, dict[str, str]]:
 
 
 PLACEMENTS = [
-    pytest.param(name, marks=pytest.mark.slow if name in ("1+cpu", "1+disk") else ())
+    pytest.param(name, marks=pytest.mark.slow if name in ("1", "1+cpu", "1+disk", "2") else ())
     for name in maps(["0", "1"], ["experts"])
 ]
 

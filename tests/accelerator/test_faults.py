@@ -14,6 +14,7 @@ from tests.support.models import GPTQ, finish_reads, load
 pytestmark = pytest.mark.accelerator
 
 MAPS = {"1": {"": "sim:0"}, **MIXED}
+PLACEMENTS = [pytest.param(name, marks=pytest.mark.slow if name == "1" else ()) for name in MAPS]
 KINDS = {"copy": SetupError, "allocation": PlacementError}
 
 
@@ -44,7 +45,7 @@ def held(sim) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("placement", MAPS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_load_that_fails_is_named_and_leaves_no_bytes(sim, tokens, expected, placement, kind):
     logits(load(GPTQ, MAPS[placement]), tokens)  # the scratch memory of the kernels
     before, failures = held(sim), []
@@ -80,7 +81,7 @@ def test_the_error_of_a_device_that_fills_up_during_a_load_names_its_bytes(sim, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("placement", MAPS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_forward_pass_that_fails_raises_and_the_next_is_right(sim, tokens, expected, placement, kind):
     model, failures = load(GPTQ, MAPS[placement]), []
     for count in range(1, 51):
