@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.real_sizes.shapes import BIASED_CHANNEL, Shape, make_config, router_weight
+from benchmarks.real_sizes.shapes import ATTENTION, Shape, make_config, router_weight
 from hfq.tensor_spec import DTYPE_BITS
 
 __all__ = ["FORMATS", "write_safetensors"]
@@ -45,11 +45,11 @@ class Format:
 
     Attributes:
         config: `quantization_config` of config.json.
-        linear: Yields the stored tensors of a linear layer, of its name, rows, and columns.
+        linear: Yields the stored tensors of a linear layer, of its name, rows, columns, and standard deviation.
     """
 
     config: dict[str, Any]
-    linear: Callable[[str, int, int], _Tensors]
+    linear: Callable[[str, int, int, float], _Tensors]
 
 
 def _constant(value: float, dtype: str, *shape: int) -> _Stored:
@@ -78,7 +78,7 @@ def _bfloat16(values: np.ndarray) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _gptq4(name: str, rows: int, columns: int) -> _Tensors:
+def _gptq4(name: str, rows: int, columns: int, deviation: float) -> _Tensors:
     groups = columns // _GROUP
     indices = np.arange(columns, dtype=np.int32) // _GROUP
     yield f"{name}.qweight", _codes("I32", columns // 8, rows, zero=False)
@@ -86,7 +86,7 @@ def _gptq4(name: str, rows: int, columns: int) -> _Tensors:
         f"{name}.qzeros",
         _Stored("I32", (groups, rows // 8), lambda random: np.full(groups * rows // 2, 0x77, np.uint8)),
     )
-    yield f"{name}.scales", _constant(columns**-0.5 / 4.36, "F16", groups, rows)
+    yield f"{name}.scales", _constant(deviation / 4.36, "F16", groups, rows)
     yield f"{name}.g_idx", _Stored("I32", (columns,), lambda random: indices)
 
 
@@ -148,11 +148,12 @@ def _tensors(shape: Shape, kind: Format) -> _Tensors:
     hidden, routers = shape.hidden, np.random.default_rng(1)
     queries, keys = (count * shape.head for count in shape.heads)
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
-    yield "model.embed_tokens.weight", _embeddings(shape.vocabulary, hidden, 1.0, BIASED_CHANNEL)
+    yield "model.embed_tokens.weight", _embeddings(shape.vocabulary, hidden, 1.0)
     for layer in (f"model.layers.{number}" for number in range(shape.layers)):
         yield from _norms(layer, {"input_layernorm": hidden, "post_attention_layernorm": hidden})
         for local, (rows, columns) in attention.items():
-            yield from kind.linear(f"{layer}.self_attn.{local}_proj", rows, columns)
+            deviation = (ATTENTION if local == "o" else 1.0) * columns**-0.5
+            yield from kind.linear(f"{layer}.self_attn.{local}_proj", rows, columns, deviation)
         if not shape.is_mixture:
             yield from _mlp(f"{layer}.mlp", shape, kind)
             continue
@@ -165,20 +166,18 @@ def _tensors(shape: Shape, kind: Format) -> _Tensors:
     yield "lm_head.weight", _embeddings(shape.vocabulary, hidden, hidden**-0.5)
 
 
-def _embeddings(rows: int, columns: int, deviation: float, first: float | None = None) -> _Stored:
+def _embeddings(rows: int, columns: int, deviation: float) -> _Stored:
     def content(random: np.random.Generator) -> np.ndarray:
         values = random.standard_normal((rows, columns), np.float32) * np.float32(deviation)
-        if first is not None:
-            values[:, 0] = first
         return _bfloat16(values)
 
     return _Stored("BF16", (rows, columns), content)
 
 
 def _mlp(name: str, shape: Shape, kind: Format) -> _Tensors:
-    yield from kind.linear(f"{name}.gate_proj", shape.inner, shape.hidden)
-    yield from kind.linear(f"{name}.up_proj", shape.inner, shape.hidden)
-    yield from kind.linear(f"{name}.down_proj", shape.hidden, shape.inner)
+    yield from kind.linear(f"{name}.gate_proj", shape.inner, shape.hidden, shape.hidden**-0.5)
+    yield from kind.linear(f"{name}.up_proj", shape.inner, shape.hidden, shape.hidden**-0.5)
+    yield from kind.linear(f"{name}.down_proj", shape.hidden, shape.inner, shape.inner**-0.5)
 
 
 def _norms(name: str, sizes: dict[str, int]) -> _Tensors:

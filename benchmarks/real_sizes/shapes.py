@@ -10,12 +10,20 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from benchmarks.real_sizes.random_gguf import EMBEDDING_DEVIATION, EMBEDDINGS, write_random_gguf
+from hfq.checkpoint.header import TensorInfo
 from hfq.checkpoint.index import Checkpoint
 
-__all__ = ["BIASED_CHANNEL", "SHAPES", "Shape", "make_config", "router_weight", "set_routing", "write_gguf"]
+__all__ = ["ATTENTION", "SHAPES", "Shape", "make_config", "router_weight", "set_routing", "write_gguf"]
 
 BIASED_CHANNEL = 127 / EMBEDDING_DEVIATION
-"""Value of channel 0 of every embedding. A router's column 0 is a bias."""
+"""Value of channel 0 of every embedding, if routing is skewed. A router's column 0 is then a bias."""
+
+ATTENTION = 1 / 8
+"""Factor of the weights of attention's outputs.
+
+Random attention averages all tokens. With larger outputs, tokens become the same from layer to layer, and
+share their experts.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def router_weight(random: np.random.Generator, experts: int, hidden: int, is_ske
 
 
 def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
-    """Writes other routers into a checkpoint of `write_gguf` or `write_safetensors`.
+    """Writes other routers, and their channel of the embeddings, into a checkpoint with random weights.
 
     Args:
         folder: The checkpoint.
@@ -115,14 +123,32 @@ def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
         is_skewed: True if the experts' frequencies follow Zipf's law.
     """
     random = np.random.default_rng(1)
-    tensors = Checkpoint.open(folder).tensors if shape.is_mixture else {}
-    for layer in range(shape.layers if shape.is_mixture else 0):
+    if not shape.is_mixture:
+        return
+    tensors = Checkpoint.open(folder).tensors
+    _set_channel(tensors["model.embed_tokens.weight"], shape, is_skewed)
+    for layer in range(shape.layers):
         weight = router_weight(random, shape.experts[0], shape.hidden, is_skewed)
         info = tensors[f"model.layers.{layer}.mlp.gate.weight"]
         raw = weight if info.dtype == "F32" else (weight.view(np.uint32) >> 16).astype(np.uint16)
         with open(info.range.file, "r+b") as stream:
             stream.seek(info.range.offset)
             stream.write(raw.tobytes())
+
+
+def _set_channel(info: TensorInfo, shape: Shape, is_skewed: bool) -> None:
+    """Writes channel 0 of embeddings of bfloat16 or Q8_0."""
+    is_short = info.nbytes == 2 * shape.vocabulary * shape.hidden
+    value = (np.float32(BIASED_CHANNEL).view(np.uint32) >> 16) if is_short else 127
+    rows = np.memmap(
+        info.range.file,
+        np.uint16 if is_short else np.uint8,
+        "r+",
+        info.range.offset,
+        (shape.vocabulary, info.nbytes // shape.vocabulary // (2 if is_short else 1)),
+    )
+    rows[:, 0 if is_short else 2] = value if is_skewed else 0
+    rows.flush()
 
 
 def write_gguf(folder: Path, shape: Shape, types: dict[str, Type]) -> Path:
@@ -184,7 +210,7 @@ def _tensors(shape: Shape, types: dict[str, Type]) -> dict[str, tuple[Type, tupl
         vector(f"{layer}.attn_norm", hidden)
         for name, dims in {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}.items():
             matrix(f"{layer}.attn_{name}", *dims)
-        matrix(f"{layer}.attn_output", hidden, queries)
+        matrix(f"{layer}.attn_output", hidden, queries, deviation=ATTENTION * queries**-0.5)
         vector(f"{layer}.ffn_norm", hidden)
         if not shape.is_mixture:
             matrix(f"{layer}.ffn_gate", shape.inner, hidden)
