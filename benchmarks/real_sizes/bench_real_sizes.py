@@ -102,6 +102,35 @@ CASES = (
 """The rows of the table."""
 
 
+PUBLISHED = (
+    (
+        "colibri",
+        "GLM-5.2, 744B, int4",
+        "25 GB of RAM, disk of 1 GB/s",
+        "0.05 to 0.1",
+        "github.com/JustVugg/colibri",
+    ),
+    (
+        "colibri",
+        "GLM-5.2, 744B, int4",
+        "121 GB of RAM, NVMe of PCIe 5",
+        "1.23",
+        "github.com/JustVugg/colibri",
+    ),
+    ("colibri", "DeepSeek-V4-Flash", "Ryzen 5950X, CPU alone", "1.24", "colibri issue 1119"),
+    ("ds4", "DeepSeek-V4-Flash", "M4 Max, 36 GB", "4.29 to 4.62", "github.com/antirez/ds4, issue 840"),
+    ("FreeToken 0.2", "Qwen3.6-35B-A3B, NVFP4", "RTX 2050, 4 GB", "21", "FlashML-org/FreeToken, issue 239"),
+    (
+        "KTransformers",
+        "DeepSeek-V3, 671B, Q4_K_M",
+        "14 GB of VRAM, 382 GB of RAM",
+        "8.7 to 13.7",
+        "kvcache-ai/ktransformers",
+    ),
+)
+"""What other projects publish: (project, model, hardware, decoded tokens per second, source)."""
+
+
 def bench_real_sizes(
     folder: Path,
     shapes: Sequence[str] | None,
@@ -146,7 +175,7 @@ def bench_real_sizes(
     return Report(
         "Whole models of real sizes",
         _facts(folder, threads, rounds),
-        [_table(cases, records)],
+        [_table(cases, records), _published()],
         [_target(case, records) for case in cases],
         records,
         _chart(cases, records),
@@ -291,6 +320,16 @@ def _table(cases: Sequence[Case], records: list[Record]) -> Table:
             "of llama.cpp",
         ),
         rows,
+    )
+
+
+def _published() -> Table:
+    return Table(
+        "What others publish",
+        "Decoded tokens per second on their own machines, as their projects state them. Nothing of this was "
+        "measured here.",
+        ("project", "model", "hardware", "tokens/s", "source"),
+        PUBLISHED,
     )
 
 
