@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ _TYPES = {"": Type.Q4_K, "output": Type.Q6_K}
 _GGUF, _GPTQ = "gguf", "gptq4"
 _PROMPTS = (128, 512)
 _TOKENS, _TOKENS_FROM_DISK = 16, 12
-_READ_AHEAD = 128
+_READ_AHEAD, _SECTOR = 128, 4096
 
 
 @dataclass(frozen=True)
@@ -265,18 +266,26 @@ def _ask(worker: Worker, question: str, **arguments: Any) -> dict:
 
 @contextlib.contextmanager
 def _loop_device(file: Path) -> Iterator[Path]:
-    """Makes a loop device over a file, with a read-ahead of 128 KiB. Only root can."""
-    made = subprocess.run(
-        ["losetup", "--direct-io=on", "--read-only", "--find", "--show", str(file)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    """Makes a loop device over a file, with a read-ahead of 128 KiB. Only root can.
+
+    Such a device has whole sectors, so the file is longer meanwhile.
+    """
+    nbytes = file.stat().st_size
+    os.truncate(file, -(-nbytes // _SECTOR) * _SECTOR)
+    made = ""
     try:
+        made = subprocess.run(
+            ["losetup", "--direct-io=on", "--read-only", "--find", "--show", str(file)],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
         subprocess.run(["blockdev", "--setra", str(2 * _READ_AHEAD), made], check=True, capture_output=True)
         yield Path(made)
     finally:
-        subprocess.run(["losetup", "--detach", made], check=False, capture_output=True)
+        if made:
+            subprocess.run(["losetup", "--detach", made], check=False, capture_output=True)
+        os.truncate(file, nbytes)
 
 
 def _of(records: list[Record], case: Case, contender: str, value: Callable[[Record], float]) -> float | None:

@@ -23,7 +23,6 @@ EMBEDDING_DEVIATION = 17.6
 """Standard deviation of the codes of embeddings; their largest code is 127."""
 
 _CHUNK = 1 << 26
-_SECTOR = 4096  # the file has whole sectors, so that a loop device can read it
 _Blocks = Callable[[np.random.Generator, int, float], np.ndarray]
 
 
@@ -140,12 +139,6 @@ def write_random_gguf(
     """
     random = np.random.default_rng(seed)
     _write_header(file, architecture, keys, tensors)
-    nbytes = sum(
-        int(np.prod(gguf.quant_shape_to_byte_shape(shape, kind))) + 31 & ~31
-        for kind, shape, _ in tensors.values()
-    )
-    missing = -(nbytes + (file.stat().st_size + 31 & ~31)) % _SECTOR
-    _write_header(file, architecture, keys | {"tokenizer.padding": " " * missing}, tensors)
     with open(file, "r+b") as stream:
         stream.seek(0, 2)
         for kind, shape, content in tensors.values():

@@ -87,6 +87,8 @@ class LlamaCpp:
         options = lib.llama_model_default_params()
         options.use_extra_bufts = False
         self._model = lib.llama_model_load_from_file(self._path, options)
+        if not self._model:
+            raise RuntimeError("llama.cpp cannot load the model")
         sizes = lib.llama_context_default_params()
         sizes.n_ctx, sizes.n_batch, sizes.n_ubatch = _CONTEXT, 512, 512
         sizes.n_threads = sizes.n_threads_batch = self._threads
