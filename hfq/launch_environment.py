@@ -49,7 +49,7 @@ def read_options(given: str, source: str = CONFIG) -> dict[str, Any]:
             with open(file, encoding="utf-8") as opened:
                 given = opened.read()
         options = json.loads(given)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         cannot = "cannot be read" if isinstance(error, OSError) else "are not valid JSON"
         raise SetupError(
             f"The options in {source} {cannot}.",

@@ -29,6 +29,7 @@ def test_options_are_an_object_or_a_file(tmp_path):
     ("text", "message"),
     [
         ("{device_map: disk}", f"The options in {CONFIG} are not valid JSON."),
+        pytest.param('{"a":' * 100_000, f"The options in {CONFIG} are not valid JSON.", id="nested"),
         ("nowhere.json", f"The options in {CONFIG} cannot be read."),
         (["disk"], "The options in {file} are not a JSON object."),
     ],

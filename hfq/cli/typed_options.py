@@ -79,13 +79,17 @@ def as_typed(
 ) -> HfqError:
     """Returns an error that names a verb's options as typed, such as `--bits 5` for `bits=5`.
 
-    Texts about the checkpoint's config stay as they are: the config has keys of the same names.
+    Texts about the checkpoint's config, and errors about a JSON of options, stay as they are: both have keys
+    of the same names.
 
     Args:
         error: An error with the names of Python's arguments.
         options: {name of the argument: the option}.
         given: {name of the argument: option and value of the command line}.
     """
+
+    if error.message.startswith("The options in "):
+        return error
 
     def typed(text: Any) -> Any:
         if not isinstance(text, str) or "config.json" in text or "quantization_config" in text:

@@ -209,6 +209,19 @@ def test_wrong_config_files_are_errors(tmp_path, text, message):
     assert raised.value.fix
 
 
+def test_errors_of_a_config_file_name_its_keys(capsys, tmp_path):
+    """Options of the command line have other names: `device-map` would not be a key either."""
+    file = tmp_path / "options.json"
+    for text, expected in (
+        ('{"device-map": "disk"}', "Did you mean 'device_map'?"),
+        ('["disk"]', '{"device_map": "disk"}'),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            main(["launch", "--config", str(file), "echo"])
+        assert expected in capsys.readouterr().err
+
+
 def test_the_command_line_wins_over_the_config_file(tmp_path):
     file = tmp_path / "options.json"
     file.write_text('{"disk_io": "direct", "max_memory": {"cpu": "1GiB"}}')
