@@ -8,7 +8,12 @@ from typing import Any
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import FormatError
-from hfq.loading.gguf.metadata_config import check_metadata, check_rope_tensors, config_of_gguf
+from hfq.loading.gguf.metadata_config import (
+    check_metadata,
+    check_rope_tensors,
+    config_of_gguf,
+    unsaid_rope,
+)
 
 __all__ = ["check_template", "with_model_config"]
 
@@ -46,13 +51,22 @@ def check_template(source: Checkpoint, template: Checkpoint) -> None:
     """Checks that the metadata of a GGUF file do not contradict the config of a checkpoint.
 
     Raises:
-        FormatError: They differ, or the file lacks the factors of RoPE.
+        FormatError: They differ, or the file lacks the base, the scaling, or the factors of RoPE.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source.root)
     check_metadata(config, template)
     check_rope_tensors(config, template, Reader(template))
+    for key, wanted in unsaid_rope(config, template):
+        raise FormatError(
+            "The template does not say how this model computes RoPE. Nothing was written.",
+            file=next(iter(template.headers)),
+            expected=f"the key {key}, because of {wanted} of the config",
+            found="no such key",
+            fix="Pass a GGUF file of the same model, also one that convert_hf_to_gguf.py --vocab-only of "
+            "llama.cpp writes.",
+        )
     for name in _missing_factors(config, template):
         raise FormatError(
             "The template lacks a tensor of this model. Nothing was written.",

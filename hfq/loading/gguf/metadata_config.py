@@ -14,7 +14,7 @@ from hfq.checkpoint.gguf.named_model import GgufModel
 from hfq.errors import FormatError, HfqError, SetupError
 from hfq.modules.flat_buffer import read_tensor
 
-__all__ = ["check_metadata", "check_rope_tensors", "config_of_gguf"]
+__all__ = ["check_metadata", "check_rope_tensors", "config_of_gguf", "unsaid_rope"]
 
 _STUB = frozenset({"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"})
 """Keys of a config.json that tells no size."""
@@ -38,6 +38,9 @@ _COMPARED = {
 
 _SCALED = {"linear": ("linear",), "yarn": ("yarn",), "longrope": ("longrope", "su")}
 """Types of RoPE in config.json, by `rope.scaling.type`."""
+
+_DEFAULT_BASE = 10000.0
+"""The base of RoPE of files that tell none."""
 
 _DIFFERENCE = 1e-5
 """The largest relative difference of numbers that are stored as float32."""
@@ -166,6 +169,32 @@ def check_rope_tensors(config: Any, checkpoint: Checkpoint, reader: Reader) -> N
             problems.append(f"{name} scales the frequencies of RoPE by other factors than the config")
     if problems:
         raise _contradiction(checkpoint, problems)
+
+
+def unsaid_rope(config: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yields keys about RoPE that a GGUF file lacks and its readers need, with the parameter of the config.
+
+    Args:
+        config: The config of the model.
+        checkpoint: The file.
+    """
+    model = checkpoint.gguf
+    parameters = _rope_parameters(config.get_text_config(decoder=True)) if model is not None else []
+    keys, prefix = ({}, "") if model is None else (model.keys, f"{model.architecture}.rope")
+    bases = [found["rope_theta"] for found in parameters if found.get("rope_theta") is not None]
+    if (
+        bases
+        and f"{prefix}.freq_base" not in keys
+        and not any(_is_close(_DEFAULT_BASE, each) for each in bases)
+    ):
+        yield f"{prefix}.freq_base", f"rope_theta {bases[0]!r}"
+    kinds = [
+        str(found.get("rope_type")) for found in parameters if found.get("rope_type") in ("linear", "yarn")
+    ]
+    if kinds and keys.get(f"{prefix}.scaling.type") in (None, "none"):
+        yield f"{prefix}.scaling.type", f"rope_type {kinds[0]!r}"
+    elif kinds and f"{prefix}.scaling.factor" not in keys:
+        yield f"{prefix}.scaling.factor", f"rope_type {kinds[0]!r}"
 
 
 def _compared(config: Any, model: GgufModel) -> Iterator[tuple[str, str, Any, Any]]:

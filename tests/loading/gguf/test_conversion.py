@@ -11,6 +11,7 @@ from hfq.convert import convert_checkpoint
 from hfq.loading.gguf.conversion import check_template, with_model_config
 from tests.support import models
 from tests.support.checkpoint_files import refused
+from tests.support.gguf_files import write_gguf
 from tests.support.gguf_models import make_model, write_model
 
 TOKENS = torch.arange(1, 25)[None]
@@ -80,3 +81,26 @@ def test_factors_of_rope_that_the_template_lacks_are_an_error(tmp_path):
     rewrite(tmp_path / "packed", rope_parameters=rope)
     with refused("template lacks a tensor", kind=FormatError, tensor="rope_freqs.weight"):
         check_template(Checkpoint.open(tmp_path / "packed"), Checkpoint.open(source))
+
+
+@pytest.mark.parametrize(
+    ("rope", "told", "key"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {}, "scaling.type"),
+        ({"rope_type": "yarn", "factor": 4.0}, {}, "scaling.type"),
+        ({"rope_type": "linear", "factor": 4.0}, {"scaling.type": "linear"}, "scaling.factor"),
+        ({"rope_type": "default", "rope_theta": 5e5}, {"freq_base": None}, "freq_base"),
+    ],
+)
+def test_a_template_that_says_nothing_about_rope_is_an_error(tmp_path, rope, told, key):
+    """Readers of the file would compute RoPE without scaling, and with a base of 10000."""
+    source = write_model(tmp_path / "source", "llama", make_model("llama"))
+    convert_checkpoint(Checkpoint.open(source), tmp_path / "packed", "pack-quantized")
+    rewrite(tmp_path / "packed", rope_parameters={"rope_theta": 10000.0, **rope})
+    known = Checkpoint.open(source).gguf.keys
+    keys = {name: known[name] for name in known if "rope" not in name and isinstance(known[name], (int, str))}
+    told = {f"llama.rope.{name}": value for name, value in {"freq_base": 10000.0, **told}.items()}
+    keys |= {name: value for name, value in told.items() if value is not None}
+    template = Checkpoint.open(write_gguf(tmp_path / "template.gguf", keys, {}))
+    with refused("does not say how", f"the key llama.rope.{key}, because", kind=FormatError):
+        check_template(Checkpoint.open(tmp_path / "packed"), template)
