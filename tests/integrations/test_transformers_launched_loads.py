@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hfq import HfqConfig, pretrained_config
 from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError
 from hfq.integrations.transformers import launched_loads
 from hfq.integrations.transformers.launched_loads import LaunchOptions
+from hfq.integrations.transformers.load_lock import one_load
 from hfq.launch_environment import CONFIG, ENABLE, RECORD
 from tests.support import tiny_models
 from tests.support.gguf_models import write_random_llama
@@ -225,3 +227,16 @@ def test_tensors_that_contradict_the_config_are_quantized(monkeypatch):
 
     monkeypatch.setattr(launched_loads, "detect_formats", contradicting)
     assert launched_loads._is_quantized(GPTQ, {})
+
+
+def test_a_load_of_plain_transformers_waits_for_other_loads(enable):
+    enable()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(AutoModelForCausalLM.from_pretrained(FLOAT)))
+    with one_load():
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        assert not found
+    thread.join()
+    assert torch.equal(logits(found[0], TOKENS), logits(AutoModelForCausalLM.from_pretrained(FLOAT), TOKENS))

@@ -83,7 +83,7 @@ def test_a_machine_without_a_gpu_is_not_sent_to_install_triton(monkeypatch):
     [
         (("--method", "awq"), ("--method awq requires", "in --dataset", "without --distill-steps")),
         (("--method", "fp8", "--bits", "4"), ("--method fp8 has no --bits", "Remove --bits")),
-        (("--bits", "99"), ("--bits 99 is not", "value for --bits: 2")),
+        (("--bits", "99"), ("--bits 99 is not", "expected: 2, 3", "value for --bits")),
         (("--method", "rtn", "--group-size", "96"), ("--method rtn cannot hold", "--modules-to-not-convert")),
         (("--method", "rtn", "--modules-to-not-convert", "x"), ("--modules-to-not-convert names 'x'",)),
     ],

@@ -16,6 +16,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.configs.source_config import detection_hints, source_config
 from hfq.formats.detection.detect import UnquantizedError, detect_formats, tensors_by_module
+from hfq.integrations.transformers.load_lock import one_load
 from hfq.launch_environment import CONFIG, is_enabled, read_options, record, say
 from hfq.loading.argument_checks import check_arguments
 from hfq.loading.config import METHOD, OPTIONS, HfqConfig
@@ -102,7 +103,8 @@ def applying_launch_options(original: Callable) -> Callable:
             chosen, reason = _choose_config(options, path, kwargs)
         if reason:
             say(f"plain transformers loads {path}: {reason}.")
-            return original(cls, path, *args, **kwargs)
+            with one_load():
+                return original(cls, path, *args, **kwargs)
         replaced = ""
         if chosen is not None:
             kwargs["quantization_config"] = chosen

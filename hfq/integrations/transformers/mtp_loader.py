@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, SetupError
 from hfq.integrations.transformers.interpreter import without_torch_modes
-from hfq.integrations.transformers.patches import one_load
+from hfq.integrations.transformers.load_lock import one_load
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.renaming import Names

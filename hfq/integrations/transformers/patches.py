@@ -49,7 +49,6 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +65,7 @@ from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.integrations.hub.gguf_files import download_gguf
 from hfq.integrations.transformers.interpreter import pausing_collection
 from hfq.integrations.transformers.launched_loads import applying_launch_options
+from hfq.integrations.transformers.load_lock import one_load
 from hfq.loading.argument_checks import check_arguments, open_local, take_gguf_file
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.config_checks import check_config, check_sizes
@@ -82,9 +82,8 @@ from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed
 from hfq.loading.whole_save import staged_save
 from hfq.modules.offloaded_parameter import OffloadedParameter
 
-__all__ = ["one_load", "patch_auto_factory", "patch_modeling_utils"]
+__all__ = ["patch_auto_factory", "patch_modeling_utils"]
 
-_one_load = threading.RLock()
 _pool_process = os.getpid()  # the process in which torch's thread pool was made
 
 
@@ -289,23 +288,6 @@ def _take_source(config: Any) -> dict | None:
     return None
 
 
-def one_load() -> threading.RLock:
-    """Returns the lock that each load of this process holds."""
-    return _one_load
-
-
-def _new_lock() -> None:
-    """Creates a new lock in the child of a fork.
-
-    Otherwise the child would wait for a load that only its parent runs.
-    """
-    global _one_load
-    _one_load = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_new_lock)
-
-
 def _renew_thread_pool() -> None:
     """Creates a new thread pool of torch in the child of a fork.
 
@@ -414,7 +396,7 @@ def _guarded(
     try:
         cache = filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory)
         named = naming_accelerators(path)
-        with context, _one_load, cache, refusing_custom_code(path), named, _hiding_counts():
+        with context, one_load(), cache, refusing_custom_code(path), named, _hiding_counts():
             _renew_thread_pool()
             config = config_of_gguf(path, checkpoint, kwargs)
             if checkpoint is not None and config is not None:
