@@ -1,5 +1,7 @@
 """`hfq serve` and `hfq chat`, with a program in place of transformers; the real one: tests/clients."""
 
+import json
+import shutil
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ import typer
 
 from hfq.cli.launch import serving
 from hfq.cli.main import main
+from tests.support import tiny_models
 
 PROGRAM = """
 import http.server, json, os, sys, urllib.request
@@ -77,6 +80,30 @@ def test_missing_packages_are_an_error(capsys, monkeypatch, verb):
     error = capsys.readouterr().err
     assert "found: no_such_package not installed" in error
     assert "Fix: Run pip install 'transformers[serving]'." in error
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A checkpoint whose tokenizer has no chat template."""
+    return shutil.copytree(tiny_models.DATA / "tiny-llama-gptq", tmp_path / "model")
+
+
+def test_chat_without_a_chat_template_is_an_error_before_anything_starts(capfd, model):
+    assert run("chat", str(model)) == 1
+    error = capfd.readouterr().err
+    assert f"The tokenizer of {model} has no chat template. Nothing was started." in error
+    assert f"file: {model / 'tokenizer_config.json'}" in error
+    assert "Fix: Add the chat_template.jinja of the model, or complete texts with hfq serve" in error
+    assert "loading" not in error
+    assert run("serve", str(model)) == 0  # it also completes texts
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_a_chat_template_is_found_where_transformers_reads_it(model, name):
+    file = model / name
+    template = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**template, "chat_template": "{{ messages }}"}))
+    assert run("chat", str(model)) == 5
 
 
 def test_a_termination_ends_the_server():

@@ -1,11 +1,13 @@
 """Tests of plans for models on the Hub, from headers alone."""
 
+import functools
 import json
 import os
 import shutil
 import struct
 import tempfile
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hfq.checkpoint.header import HeaderLimits
 from hfq.checkpoint.headers_only import MARKER, HeadersOnlyCheckpoint
 from hfq.cli.main import app
 from hfq.errors import CheckpointError
+from hfq.integrations.hub.download import small_file
 from hfq.integrations.hub.find import find_checkpoint, headers_cache, is_hub_id
 from hfq.tensor_spec import ByteRange
 from tests.support import tiny_models
@@ -129,6 +132,18 @@ def test_verbs_that_need_weights_download_them(hub, tmp_path):
     done = CliRunner().invoke(app, ["compare", GPTQ, "nobody/no-model"])
     assert done.exit_code == 2
     assert "neither a folder nor an accessible model on the Hub" in done.stderr
+
+
+def test_one_small_file_is_downloaded_alone(hub, monkeypatch):
+    download = functools.partial(huggingface_hub.hf_hub_download, revision=hub.commit(GPTQ))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    file = small_file(GPTQ, "tokenizer_config.json")
+    assert file.read_bytes() == (TINY[GPTQ] / "tokenizer_config.json").read_bytes()
+    assert [path for path, _, _ in hub.answers] == [f"{GPTQ}/tokenizer_config.json"]
+    assert small_file(GPTQ, "chat_template.jinja") is None
+    assert small_file(f"{GPTQ}/model.gguf", "tokenizer_config.json") is None
+    with pytest.raises(CheckpointError, match="neither a folder nor an accessible model"):
+        small_file("nobody/no-model", "tokenizer_config.json")
 
 
 def test_a_damaged_archive_is_fetched_again_and_a_commit_needs_no_hub(hub):

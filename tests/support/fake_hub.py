@@ -126,6 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answers the request that huggingface_hub sends before it downloads a whole file."""
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
         name, commit, file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path).groups()
+        if name not in hub.models:
+            return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
         if not (hub.models[name] / file).is_file():
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         data = (hub.models[name] / file).read_bytes()

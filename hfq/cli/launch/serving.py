@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -38,6 +39,8 @@ ChatArguments = Annotated[
 
 _TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
 _REQUIRED = ("fastapi", "openai", "pydantic", "uvicorn")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tekken.json")
+"""Files that say how messages become a prompt; tekken.json is the tokenizer of mistral-common."""
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
@@ -60,6 +63,7 @@ def chat(model: Served, arguments: ChatArguments = None, *, options: str) -> Non
     Options of hfq come before the model, and arguments of transformers chat after it.
     """
     _check_packages()
+    _check_chat_template(model)
     with _server(model, options) as url:
         # huggingface_hub 2.4 offline does not reach the server of this machine either
         environment = {name: value for name, value in os.environ.items() if name not in _OFFLINE}
@@ -75,6 +79,32 @@ def _check_packages() -> None:
             expected=", ".join(_REQUIRED),
             found=f"{', '.join(missing)} not installed",
             fix="Run pip install 'transformers[serving]'.",
+        )
+
+
+def _check_chat_template(model: str) -> None:
+    """Raises an error for a tokenizer without a chat template: the server fails at the first message."""
+    from hfq.checkpoint.index import JSON_LIMIT
+    from hfq.checkpoint.small_file import read_small_file
+    from hfq.integrations.hub.download import small_file
+
+    file = small_file(model, "tokenizer_config.json")
+    if file is None:  # a GGUF file may hold a template, and transformers names a missing tokenizer
+        return
+    try:
+        config = json.loads(read_small_file(file, JSON_LIMIT))
+    except (OSError, ValueError, RecursionError):  # transformers explains it
+        return
+    if not isinstance(config, dict) or config.get("chat_template"):
+        return
+    if not any(small_file(model, name) for name in _TEMPLATES):
+        raise SetupError(
+            f"The tokenizer of {model} has no chat template. Nothing was started.",
+            file=file,
+            expected="chat_template in tokenizer_config.json, or chat_template.jinja",
+            found="neither",
+            fix="Add the chat_template.jinja of the model, or complete texts with hfq serve and "
+            "/v1/completions.",
         )
 
 

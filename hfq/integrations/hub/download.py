@@ -1,4 +1,4 @@
-"""Download of whole models from the Hub, for commands that need weights."""
+"""Download of whole models, or of one small file, from the Hub."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 from hfq.checkpoint.gguf.split_files import parts_of
 from hfq.checkpoint.index import split_gguf_path
+from hfq.integrations.hub.find import is_hub_id
 from hfq.integrations.hub.hub_errors import explain
 
-__all__ = ["download_checkpoint"]
+__all__ = ["download_checkpoint", "small_file"]
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.md", "LICENSE*"]
 """Weights, configs, and tokenizers, without pickles and code."""
@@ -41,3 +42,30 @@ def download_checkpoint(model: str, revision: str | None = None) -> str:
     except Exception as error:  # the Hub, its HTTP client, and the disk raise many kinds
         raise explain(error, repo, revision) from error
     return str(folder) if gguf_file is None else str(Path(folder, gguf_file))
+
+
+def small_file(model: str, name: str) -> Path | None:
+    """Returns a file of a model, which is downloaded if it is on the Hub; None if there is none.
+
+    Args:
+        model: Folder or Hub id. A GGUF file has no other files.
+        name: Name of the file.
+
+    Raises:
+        CheckpointError: The Hub has no such model, denies access, or cannot be reached.
+    """
+    if not is_hub_id(model):
+        file = Path(model, name)
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repo, gguf_file = split_gguf_path(model)
+    if gguf_file is not None:
+        return None
+    try:
+        return Path(hf_hub_download(str(repo), name))
+    except EntryNotFoundError:
+        return None
+    except Exception as error:  # the Hub, its HTTP client, and the disk raise many kinds
+        raise explain(error, str(repo), None) from error
