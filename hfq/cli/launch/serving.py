@@ -83,7 +83,7 @@ def _check_packages() -> None:
 
 
 def _check_chat_template(model: str) -> None:
-    """Raises an error for a tokenizer without a chat template: the server fails at the first message."""
+    """Raises an error for a tokenizer without a chat template, which the server would need."""
     from hfq.checkpoint.index import JSON_LIMIT
     from hfq.checkpoint.small_file import read_small_file
     from hfq.integrations.hub.download import small_file

@@ -172,7 +172,7 @@ def check_rope_tensors(config: Any, checkpoint: Checkpoint, reader: Reader) -> N
 
 
 def unsaid_rope(config: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yields keys about RoPE that a GGUF file lacks and its readers need, with the parameter of the config.
+    """Yields keys about RoPE that a GGUF file lacks, with the parameter of the config.
 
     Args:
         config: The config of the model.
