@@ -317,7 +317,7 @@ def _table(cases: Sequence[Case], records: list[Record]) -> Table:
     return Table(
         "Speed",
         "Own memory is anonymous memory after the load. Disk is what the process read from devices per decoded "
-        "token. Hits are routed experts that the cache had. The last column is the ratio of the decoding speeds.",
+        "token. Hits are routed experts that the cache had, or that a guess had begun to read. The last column is the ratio of the decoding speeds.",
         (
             "model",
             "contender",
