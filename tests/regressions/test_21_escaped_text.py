@@ -52,8 +52,9 @@ def test_json_is_plain_ascii(odd):
     assert json.loads(result.stdout)["quant_method"] == f"gptq{ODD}"
 
 
-def test_lines_and_other_scripts_stay(capsys):
-    console = EscapingConsole(width=80)
+def test_lines_and_other_scripts_stay(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    console = EscapingConsole()
     console.print("a × é 日本\n\tb [bold] [red]x[/red]")
     table = FittingTable("name")
     table.add_row(ODD)
