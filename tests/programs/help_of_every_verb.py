@@ -2,6 +2,8 @@
 
 import sys
 
+import typer
+
 LARGE = {
     "torch",
     "transformers",
@@ -13,6 +15,8 @@ LARGE = {
     "rich",
 }
 LARGE -= set(sys.modules)  # of the interpreter's own start, or of typer
+if tuple(map(int, typer.__version__.split(".")[:2])) < (0, 20):
+    LARGE -= {"rich", "logging"}  # old versions print help by rich
 
 from hfq.cli.main import app, main
 
