@@ -30,8 +30,8 @@ def host_seconds_per_layer(model: nn.Module) -> float | None:
         model: A loaded model.
 
     Returns:
-        Seconds, of the fastest pass over all linear layers in memory. None without such layers, or if another
-        kernel than `cpp` multiplies on the CPU.
+        Seconds, of the fastest pass over the linear layers in memory of the first device. None without such
+        layers, or if another kernel than `cpp` multiplies on the CPU.
     """
     layers = [
         module for module in model.modules() if isinstance(module, QuantizedLinear) and module.fits_graph()
@@ -39,6 +39,7 @@ def host_seconds_per_layer(model: nn.Module) -> float | None:
     if not layers:
         return None
     device = layers[0].compute_device
+    layers = [layer for layer in layers if layer.compute_device == device]
     compiled = library() if device.type == "cpu" else None
     if device.type == "cpu" and (
         compiled is None or any(layer.kernel.linear is not linear for layer in layers)
