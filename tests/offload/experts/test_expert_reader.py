@@ -172,4 +172,4 @@ def test_the_process_grows_by_the_budget_and_no_more(tmp_path):
     found = programs.run("count_expert_memory", tmp_path, 9)
     grown, budget = map(int, found.stdout.split())
     assert budget % HUGE_PAGE
-    assert 0.75 * budget <= grown <= budget + (256 << 10)  # Python's own objects and the threads' stacks
+    assert 0.75 * budget <= grown <= budget + (128 << 10)
