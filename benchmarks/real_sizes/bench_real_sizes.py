@@ -21,8 +21,9 @@ from gguf import GGMLQuantizationType as Type
 from benchmarks.checkpoints import checkpoint_files
 from benchmarks.memory_limits import warm_cache
 from benchmarks.real_sizes.memory_group import memory_group
-from benchmarks.real_sizes.random_safetensors import FORMATS, write_safetensors
-from benchmarks.real_sizes.shapes import SHAPES, Shape, set_routing, write_gguf
+from benchmarks.real_sizes.random_gguf import write_gguf
+from benchmarks.real_sizes.random_safetensors import write_safetensors
+from benchmarks.real_sizes.shapes import SHAPES, Shape, set_routing
 from benchmarks.records import Record, median, rotated, select
 from hfq.errors import HfqError, SetupError
 from hfq.machine_profile.machine_facts import machine_facts
@@ -48,18 +49,18 @@ class Contender:
     Attributes:
         name: Name in tables.
         runtime: A name of `RUNTIMES`.
-        format: `gguf`, or a name of `FORMATS`.
-        is_buffered: True to read the file through a loop device with a read-ahead of 128 KiB.
+        format: `gguf`, or a layout of `benchmarks.checkpoints`.
+        has_short_read_ahead: True to read the file through a loop device with a read-ahead of 128 KiB.
     """
 
     name: str
     runtime: str
     format: str
-    is_buffered: bool = False
+    has_short_read_ahead: bool = False
 
 
 _LLAMA = Contender("llama.cpp, mapped", "llama.cpp", _GGUF)
-_LLAMA_128 = Contender("llama.cpp, read-ahead 128 KiB", "llama.cpp", _GGUF, is_buffered=True)
+_LLAMA_128 = Contender("llama.cpp, read-ahead 128 KiB", "llama.cpp", _GGUF, has_short_read_ahead=True)
 _HFQ = (Contender("hfq, GPTQ", "hfq", _GPTQ), Contender("hfq, the same GGUF", "hfq", _GGUF))
 
 
@@ -154,7 +155,7 @@ def bench_real_sizes(
         say: Function that receives progress lines.
 
     Raises:
-        SetupError: A name is unknown, a package is missing, or the disk has too little space.
+        SetupError: A name is unknown, or the disk has too little free space.
     """
     cases = [case for case in CASES if shapes is None or case.shape in shapes]
     for name in shapes or ():
@@ -188,13 +189,12 @@ def bench_real_sizes(
 
 @contextlib.contextmanager
 def _models(folder: Path, name: str, shape: Shape, say: Callable[[str], None]) -> Iterator[dict[str, Path]]:
-    """Makes the checkpoints of a shape, unless complete ones exist, and deletes them afterwards."""
-    models = {kind: folder / f"{name}-{kind}" for kind in (_GGUF, *FORMATS)}
+    """Makes the checkpoints of a shape, and deletes them afterwards."""
+    models = {kind: folder / f"{name}-{kind}" for kind in (_GGUF, _GPTQ)}
     try:
         for kind, path in models.items():
-            if (path / "config.json").exists():
-                continue
             say(f"{name}: making {kind}")
+            shutil.rmtree(path, ignore_errors=True)
             if kind == _GGUF:
                 write_gguf(path, shape, _TYPES)
             else:
@@ -236,7 +236,7 @@ def _measure(case: Case, contender: Contender, models: dict[str, Path], threads:
     (warm_cache if limit is None else drop_cache)(files)
     with contextlib.ExitStack() as stack:
         file = path if contender.runtime == "hfq" else path / "model.gguf"
-        if contender.is_buffered:
+        if contender.has_short_read_ahead:
             file = stack.enter_context(_loop_device(file))
         group = stack.enter_context(memory_group(limit))
         worker = stack.enter_context(
@@ -365,10 +365,8 @@ def _cells(case: Case, contender: str, records: list[Record]) -> list[str]:
 
 
 def _ratio(case: Case, contender: str, records: list[Record]) -> float | None:
-    """Returns a contender's decoding speed, divided by that of llama.cpp's better row."""
-    bars = [_of(records, case, each.name, _speed) for each in (_LLAMA, _LLAMA_128)]
-    bar = max((value for value in bars if value is not None), default=None)
-    found = _of(records, case, contender, _speed)
+    """Returns a contender's decoding speed, divided by llama.cpp's."""
+    bar, found = (_of(records, case, name, _speed) for name in (case.contenders[-1].name, contender))
     return None if bar is None or found is None else found / bar
 
 

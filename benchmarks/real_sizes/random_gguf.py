@@ -14,16 +14,18 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-__all__ = ["BLOCKS", "EMBEDDINGS", "EMBEDDING_DEVIATION", "random_rows", "write_random_gguf"]
+from benchmarks.real_sizes.shapes import EMBEDDING, Shape, make_config, router_weight
+from hfq.machine_profile.probe_models import check_space
 
-EMBEDDINGS = "embeddings"
-"""Content of embeddings of type Q8_0: a standard deviation of 1, and channel 0 as large as possible."""
+__all__ = ["BLOCKS", "random_rows", "write_gguf"]
 
-EMBEDDING_DEVIATION = 17.6
-"""Standard deviation of the codes of embeddings; their largest code is 127."""
+_EMBEDDINGS = "embeddings"  # content of the embeddings' tensor
+_LARGEST_CODE = 30  # of random embeddings; 127 is then seven standard deviations, see BIAS
 
 _CHUNK = 1 << 26
 _Blocks = Callable[[np.random.Generator, int, float], np.ndarray]
+_Tensors = dict[str, tuple[Type, tuple[int, ...], Any]]
+"""{name: (type, shape, content)}. Content is a standard deviation, an array of float32, or `_EMBEDDINGS`."""
 
 
 def _float16(value: float) -> np.ndarray:
@@ -114,58 +116,122 @@ def random_rows(
 
 
 def _make_embeddings(random: np.random.Generator, rows: np.ndarray) -> None:
+    """Makes blocks of Q8_0 embeddings, in whose rows the code of channel 0 can be set."""
     blocks = rows.reshape(-1, 34)
-    blocks[:, :2] = _float16(1 / EMBEDDING_DEVIATION)
-    blocks[:, 2:] = random.integers(-30, 31, (len(blocks), 32), np.int8).view(np.uint8)
-    rows[:, 2] = 127
+    deviation = ((2 * _LARGEST_CODE + 1) ** 2 / 12) ** 0.5
+    blocks[:, :2] = _float16(EMBEDDING / deviation)
+    blocks[:, 2:] = random.integers(-_LARGEST_CODE, _LARGEST_CODE + 1, (len(blocks), 32), np.int8).view(
+        np.uint8
+    )
 
 
-def write_random_gguf(
-    file: Path,
-    architecture: str,
-    keys: dict[str, Any],
-    tensors: dict[str, tuple[Type, tuple[int, ...], Any]],
-    seed: int = 0,
-) -> None:
-    """Writes a GGUF file with random weights.
+def write_gguf(folder: Path, shape: Shape, types: dict[str, Type]) -> Path:
+    """Writes a GGUF file, then config.json.
 
     Args:
-        file: The new file.
-        architecture: Name of the architecture.
-        keys: Metadata. Keys that do not start with `tokenizer.` are those of the architecture.
-        tensors: {name: (type, shape, content)}. Content is a standard deviation, an array of float32, or
-            `EMBEDDINGS`.
-        seed: Seed of the random numbers.
+        folder: The new folder.
+        shape: Shape of the model.
+        types: Types of tensors by the end of their name in the file without `.weight`; `""` for all others.
+            Embeddings are Q8_0.
+
+    Returns:
+        The GGUF file.
+
+    Raises:
+        SetupError: The disk has too little free space. Nothing was written.
     """
-    random = np.random.default_rng(seed)
-    _write_header(file, architecture, keys, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    file, tensors, random = folder / "model.gguf", _tensors(shape, types), np.random.default_rng(0)
+    nbytes = sum(
+        int(np.prod(gguf.quant_shape_to_byte_shape(dims, kind))) for kind, dims, _ in tensors.values()
+    )
+    check_space(folder, nbytes)
+    _write_header(file, shape, tensors)
     with open(file, "r+b") as stream:
         stream.seek(0, 2)
-        for kind, shape, content in tensors.values():
+        for kind, dims, content in tensors.values():
             stream.write(b"\0" * (-stream.tell() % 32))
             if isinstance(content, np.ndarray):
                 stream.write(gguf.quants.quantize(content, kind).tobytes())
                 continue
-            is_embedding = content == EMBEDDINGS
-            for rows in random_rows(random, kind, shape, 1.0 if is_embedding else content):
+            is_embedding = content == _EMBEDDINGS
+            for rows in random_rows(random, kind, dims, 1.0 if is_embedding else content):
                 if is_embedding:
                     _make_embeddings(random, rows)
                 stream.write(rows)
         stream.write(b"\0" * (-stream.tell() % 32))
+    make_config(shape).save_pretrained(folder)
+    return file
 
 
-def _write_header(
-    file: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, tuple[Type, tuple[int, ...], Any]]
-) -> None:
-    writer = gguf.GGUFWriter(file, architecture)
-    for key, value in keys.items():
-        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+def _write_header(file: Path, shape: Shape, tensors: _Tensors) -> None:
+    writer = gguf.GGUFWriter(file, shape.architecture)
+    writer.add_tokenizer_model("no_vocab")
+    for key, value in _keys(shape).items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        (writer.add_string if isinstance(value, str) else add)(name, value)
-    for name, (kind, shape, _) in tensors.items():
-        stored = gguf.quant_shape_to_byte_shape(shape, kind)
+        add(f"{shape.architecture}.{key}", value)
+    for name, (kind, dims, _) in tensors.items():
+        stored = gguf.quant_shape_to_byte_shape(dims, kind)
         writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
+
+
+def _keys(shape: Shape) -> dict[str, float]:
+    keys: dict[str, float] = {
+        "block_count": shape.layers,
+        "context_length": 8192,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.inner,
+        "attention.head_count": shape.heads[0],
+        "attention.head_count_kv": shape.heads[1],
+        "attention.key_length": shape.head,
+        "attention.value_length": shape.head,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": shape.theta,
+        "vocab_size": shape.vocabulary,
+    }
+    if shape.architecture == "llama":
+        keys["rope.dimension_count"] = shape.head
+    if shape.is_mixture:
+        keys |= {"expert_count": shape.experts[0], "expert_used_count": shape.experts[1]}
+        keys["expert_feed_forward_length"] = shape.inner
+    return keys
+
+
+def _tensors(shape: Shape, types: dict[str, Type]) -> _Tensors:
+    random, hidden = np.random.default_rng(1), shape.hidden
+    queries, keys = (count * shape.head for count in shape.heads)
+    found: _Tensors = {}
+
+    def matrix(name: str, *dims: int) -> None:
+        found[f"{name}.weight"] = (types.get(name.rpartition(".")[2], types[""]), dims, dims[-1] ** -0.5)
+
+    def vector(name: str, size: int) -> None:
+        found[f"{name}.weight"] = (Type.F32, (size,), np.ones(size, np.float32))
+
+    found["token_embd.weight"] = (Type.Q8_0, (shape.vocabulary, hidden), _EMBEDDINGS)
+    for layer in (f"blk.{number}" for number in range(shape.layers)):
+        vector(f"{layer}.attn_norm", hidden)
+        for name, dims in {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}.items():
+            matrix(f"{layer}.attn_{name}", *dims)
+        matrix(f"{layer}.attn_output", hidden, queries)
+        vector(f"{layer}.ffn_norm", hidden)
+        if not shape.is_mixture:
+            matrix(f"{layer}.ffn_gate", shape.inner, hidden)
+            matrix(f"{layer}.ffn_up", shape.inner, hidden)
+            matrix(f"{layer}.ffn_down", hidden, shape.inner)
+            continue
+        experts = shape.experts[0]
+        vector(f"{layer}.attn_q_norm", shape.head)
+        vector(f"{layer}.attn_k_norm", shape.head)
+        router = router_weight(random, experts, hidden, False)
+        found[f"{layer}.ffn_gate_inp.weight"] = (Type.F32, router.shape, router)
+        matrix(f"{layer}.ffn_gate_exps", experts, shape.inner, hidden)
+        matrix(f"{layer}.ffn_up_exps", experts, shape.inner, hidden)
+        matrix(f"{layer}.ffn_down_exps", experts, hidden, shape.inner)
+    vector("output_norm", hidden)
+    matrix("output", shape.vocabulary, hidden)
+    return found

@@ -1,4 +1,4 @@
-"""Shapes of published models, and their random GGUF files."""
+"""Shapes of published models, and the routing of their random checkpoints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType as Type
 
-from benchmarks.real_sizes.random_gguf import EMBEDDING_DEVIATION, EMBEDDINGS, write_random_gguf
 from hfq.checkpoint.header import TensorInfo
 from hfq.checkpoint.index import Checkpoint
 
-__all__ = ["ATTENTION", "SHAPES", "Shape", "make_config", "router_weight", "set_routing", "write_gguf"]
+__all__ = ["EMBEDDING", "SHAPES", "Shape", "make_config", "router_weight", "set_routing", "to_bfloat16"]
 
-BIASED_CHANNEL = 127 / EMBEDDING_DEVIATION
-"""Value of channel 0 of every embedding, if routing is skewed. A router's column 0 is then a bias."""
+EMBEDDING = 32.0
+"""Standard deviation of embeddings.
 
-ATTENTION = 1 / 8
-"""Factor of the weights of attention's outputs.
+Random attention averages all tokens. Among smaller embeddings its outputs would make tokens the same from
+layer to layer, and they would share their experts.
+"""
 
-Random attention averages all tokens. With larger outputs, tokens become the same from layer to layer, and
-share their experts.
+BIAS = 7.0
+"""Channel 0 of every embedding in standard deviations, if routing is skewed.
+
+A router's column 0 is then a bias.
 """
 
 
@@ -110,8 +111,13 @@ def router_weight(random: np.random.Generator, experts: int, hidden: int, is_ske
     weight = random.standard_normal((experts, hidden), np.float32) * np.float32(0.9 / np.sqrt(hidden))
     weight[:, 0] = 0
     if is_skewed:
-        weight[:, 0] = -np.log(1 + random.permutation(experts)) / BIASED_CHANNEL
+        weight[:, 0] = -np.log(1 + random.permutation(experts)) / BIAS
     return weight
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Returns float32 values as bfloat16, rounded towards zero, uint16."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
@@ -130,7 +136,7 @@ def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
     for layer in range(shape.layers):
         weight = router_weight(random, shape.experts[0], shape.hidden, is_skewed)
         info = tensors[f"model.layers.{layer}.mlp.gate.weight"]
-        raw = weight if info.dtype == "F32" else (weight.view(np.uint32) >> 16).astype(np.uint16)
+        raw = weight if info.dtype == "F32" else to_bfloat16(weight)
         with open(info.range.file, "r+b") as stream:
             stream.seek(info.range.offset)
             stream.write(raw.tobytes())
@@ -139,7 +145,7 @@ def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
 def _set_channel(info: TensorInfo, shape: Shape, is_skewed: bool) -> None:
     """Writes channel 0 of embeddings of bfloat16 or Q8_0."""
     is_short = info.nbytes == 2 * shape.vocabulary * shape.hidden
-    value = (np.float32(BIASED_CHANNEL).view(np.uint32) >> 16) if is_short else 127
+    value = to_bfloat16(np.array([BIAS * EMBEDDING], np.float32))[0] if is_short else 127
     rows = np.memmap(
         info.range.file,
         np.uint16 if is_short else np.uint8,
@@ -149,82 +155,3 @@ def _set_channel(info: TensorInfo, shape: Shape, is_skewed: bool) -> None:
     )
     rows[:, 0 if is_short else 2] = value if is_skewed else 0
     rows.flush()
-
-
-def write_gguf(folder: Path, shape: Shape, types: dict[str, Type]) -> Path:
-    """Writes a GGUF file, then config.json.
-
-    Args:
-        folder: The new folder.
-        shape: Shape of the model.
-        types: Types of tensors by the end of their name in the file without `.weight`; `""` for all others.
-            Embeddings are Q8_0.
-
-    Returns:
-        The GGUF file.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "model.gguf"
-    write_random_gguf(file, shape.architecture, _keys(shape), _tensors(shape, types))
-    make_config(shape).save_pretrained(folder)
-    return file
-
-
-def _keys(shape: Shape) -> dict[str, Any]:
-    keys: dict[str, Any] = {
-        "block_count": shape.layers,
-        "context_length": 8192,
-        "embedding_length": shape.hidden,
-        "feed_forward_length": shape.inner,
-        "attention.head_count": shape.heads[0],
-        "attention.head_count_kv": shape.heads[1],
-        "attention.key_length": shape.head,
-        "attention.value_length": shape.head,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": shape.theta,
-        "vocab_size": shape.vocabulary,
-        "tokenizer.ggml.model": "no_vocab",
-    }
-    if shape.architecture == "llama":
-        keys["rope.dimension_count"] = shape.head
-    if shape.is_mixture:
-        keys |= {"expert_count": shape.experts[0], "expert_used_count": shape.experts[1]}
-        keys["expert_feed_forward_length"] = shape.inner
-    return keys
-
-
-def _tensors(shape: Shape, types: dict[str, Type]) -> dict[str, tuple[Type, tuple, Any]]:
-    random, hidden = np.random.default_rng(1), shape.hidden
-    queries, keys = (count * shape.head for count in shape.heads)
-    found: dict[str, tuple[Type, tuple, Any]] = {}
-
-    def matrix(name: str, *dims: int, deviation: float | None = None) -> None:
-        kind = types.get(name.rpartition(".")[2], types[""])
-        found[f"{name}.weight"] = (kind, dims, deviation or dims[-1] ** -0.5)
-
-    def vector(name: str, size: int) -> None:
-        found[f"{name}.weight"] = (Type.F32, (size,), np.ones(size, np.float32))
-
-    found["token_embd.weight"] = (Type.Q8_0, (shape.vocabulary, hidden), EMBEDDINGS)
-    for layer in (f"blk.{number}" for number in range(shape.layers)):
-        vector(f"{layer}.attn_norm", hidden)
-        for name, dims in {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}.items():
-            matrix(f"{layer}.attn_{name}", *dims)
-        matrix(f"{layer}.attn_output", hidden, queries, deviation=ATTENTION * queries**-0.5)
-        vector(f"{layer}.ffn_norm", hidden)
-        if not shape.is_mixture:
-            matrix(f"{layer}.ffn_gate", shape.inner, hidden)
-            matrix(f"{layer}.ffn_up", shape.inner, hidden)
-            matrix(f"{layer}.ffn_down", hidden, shape.inner)
-            continue
-        experts = shape.experts[0]
-        vector(f"{layer}.attn_q_norm", shape.head)
-        vector(f"{layer}.attn_k_norm", shape.head)
-        router = router_weight(random, experts, hidden, False)
-        found[f"{layer}.ffn_gate_inp.weight"] = (Type.F32, router.shape, router)
-        matrix(f"{layer}.ffn_gate_exps", experts, shape.inner, hidden)
-        matrix(f"{layer}.ffn_up_exps", experts, shape.inner, hidden)
-        matrix(f"{layer}.ffn_down_exps", experts, hidden, shape.inner)
-    vector("output_norm", hidden)
-    matrix("output", shape.vocabulary, hidden)
-    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,12 @@ __all__ = [
     "Draw",
     "Planned",
     "WeightLayout",
+    "check_space",
     "draw_bf16",
     "draw_scales",
     "make_checkpoint",
+    "norm",
+    "write_planned",
 ]
 
 GROUP = 128
@@ -123,8 +126,8 @@ class Architecture:
                 for name, planned in weights.tensors(*shape).items():
                     tensors[f"model.layers.{layer}.{local}.{name}"] = planned
             for local in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"model.layers.{layer}.{local}.weight"] = _norm(size)
-        return tensors | {"model.norm.weight": _norm(size), "lm_head.weight": table}
+                tensors[f"model.layers.{layer}.{local}.weight"] = norm(size)
+        return tensors | {"model.norm.weight": norm(size), "lm_head.weight": table}
 
 
 def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLayout) -> Path:
@@ -147,8 +150,41 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
     if _is_complete(path, planned):
         return path
     shutil.rmtree(path, ignore_errors=True)
+    write_planned(path, planned, architecture.config(weights))
+    return path
+
+
+def write_planned(path: Path, planned: dict[str, Planned], config: Mapping[str, Any]) -> None:
+    """Writes a checkpoint of several shards.
+
+    Args:
+        path: The new folder.
+        planned: {name: tensor}.
+        config: Content of config.json.
+
+    Raises:
+        SetupError: The disk has too little free space. Nothing was written.
+        CheckpointError: A file cannot be written.
+    """
     path.mkdir(parents=True)
-    needed, free = sum(tensor.nbytes for tensor in planned.values()), shutil.disk_usage(path).free
+    needed = sum(tensor.nbytes for tensor in planned.values())
+    check_space(path, needed)
+    shards = list(_shards(planned, min(_LARGEST_SHARD, -(-needed // 3))))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(path / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps(index), encoding="utf-8"
+    )  # last, because its presence marks the checkpoint as complete
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Raises SetupError if the disk of a folder has too little free space for a checkpoint."""
+    free = shutil.disk_usage(path).free
     if free < 1.05 * needed:
         raise SetupError(
             "The disk has too little free space for the checkpoint to measure with. Nothing was written.",
@@ -157,18 +193,6 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
             found=f"{free:,} bytes free",
             fix="Pass another --folder, or free disk space.",
         )
-    shards = list(_shards(planned, min(_LARGEST_SHARD, -(-needed // 3))))
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(path / file, shard)
-        weight_map |= dict.fromkeys(shard, file)
-    (path / "config.json").write_text(json.dumps(architecture.config(weights), indent=2), encoding="utf-8")
-    index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps(index), encoding="utf-8"
-    )  # last, because its presence marks the checkpoint as complete
-    return path
 
 
 def _is_complete(path: Path, planned: dict[str, Planned]) -> bool:
@@ -183,11 +207,13 @@ def _is_complete(path: Path, planned: dict[str, Planned]) -> bool:
 
 def _shards(planned: dict[str, Planned], most: int) -> Iterator[dict[str, Planned]]:
     shard: dict[str, Planned] = {}
+    nbytes = 0
     for name, tensor in planned.items():
-        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > most:
+        if shard and nbytes + tensor.nbytes > most:
             yield shard
-            shard = {}
+            shard, nbytes = {}, 0
         shard[name] = tensor
+        nbytes += tensor.nbytes
     yield shard
 
 
@@ -202,7 +228,8 @@ def _write_shard(file: Path, shard: dict[str, Planned]) -> None:
     write_safetensors(file, stored, {"format": "pt"})
 
 
-def _norm(size: int) -> Planned:
+def norm(size: int) -> Planned:
+    """Returns the weight of a norm: ones."""
     return Planned("BF16", (size,), lambda _, shape: np.full(shape, 0x3F80, np.uint16))  # 1.0
 
 
@@ -214,8 +241,14 @@ def draw_bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndar
     return bits
 
 
-def _words(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return generator.integers(0, 1 << 32, shape, np.uint32)
+def _nibbles(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draws words of 4-bit codes from 1 to 15, whose mean is the zero point of 8.
+
+    With another mean, each layer would amplify one direction, and all tokens would become the same.
+    """
+    words = generator.integers(0, 1 << 32, shape, np.uint32)
+    zeros = ~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111
+    return words | zeros << 3
 
 
 def draw_scales(mean: float, dtype: type) -> Draw:
@@ -225,7 +258,7 @@ def draw_scales(mean: float, dtype: type) -> Draw:
 def _gptq(rows: int, columns: int) -> dict[str, Planned]:
     groups = columns // GROUP
     return {
-        "qweight": Planned("I32", (columns // 8, rows), _words),
+        "qweight": Planned("I32", (columns // 8, rows), _nibbles),
         "qzeros": Planned(
             "I32", (groups, rows // 8), lambda _, shape: np.full(shape, 0x77777777, np.uint32)
         ),  # zero point 8, stored minus 1

@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.real_sizes import memory_group as groups
 from benchmarks.real_sizes.bench_real_sizes import CASES, bench_real_sizes
-from benchmarks.real_sizes.random_gguf import BLOCKS, random_rows
-from benchmarks.real_sizes.random_safetensors import FORMATS, write_safetensors
-from benchmarks.real_sizes.shapes import SHAPES, set_routing, write_gguf
+from benchmarks.real_sizes.random_gguf import BLOCKS, random_rows, write_gguf
+from benchmarks.real_sizes.random_safetensors import write_safetensors
+from benchmarks.real_sizes.shapes import SHAPES, set_routing
 from benchmarks.real_sizes.worker import RealSizeWorker
 from hfq import HfqConfig
 from hfq.errors import SetupError
 
+KINDS = ["gguf", "gptq4", "fp8"]
 TYPES = {"": Type.Q4_K, "output": Type.Q6_K}
 SMALL = {
     "mixture": replace(
@@ -36,6 +37,13 @@ SMALL = {
 }
 
 
+def made(folder, shape, kind):
+    """Writes a random checkpoint into a new folder, and returns it."""
+    path = folder / kind
+    write_gguf(path, shape, TYPES) if kind == "gguf" else write_safetensors(path, shape, kind)
+    return path
+
+
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_random_blocks_have_no_mean_and_the_asked_deviation(kind):
     raw = np.concatenate(list(random_rows(np.random.default_rng(0), kind, (64, 2048), 0.02)))
@@ -45,10 +53,10 @@ def test_random_blocks_have_no_mean_and_the_asked_deviation(kind):
 
 
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("kind", ["gguf", *FORMATS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_random_model_loads_quantized_and_tells_tokens_apart(tmp_path, shape, kind):
-    write_gguf(tmp_path, shape, TYPES) if kind == "gguf" else write_safetensors(tmp_path, shape, kind)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=HfqConfig(), device_map="cpu")
+    path = made(tmp_path, shape, kind)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map="cpu")
     assert model.hf_quantizer.loading.quantized
     with torch.inference_mode():
         logits = model(torch.arange(1, 9)[None]).logits[0].float()
@@ -56,15 +64,15 @@ def test_a_random_model_loads_quantized_and_tells_tokens_apart(tmp_path, shape, 
     assert torch.corrcoef(logits).fill_diagonal_(0).max() < 0.95
 
 
-@pytest.mark.parametrize("kind", ["gguf", *FORMATS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_skewed_routers_choose_few_experts_often(tmp_path, kind):
     shape = SMALL["mixture"]
-    write_gguf(tmp_path, shape, TYPES) if kind == "gguf" else write_safetensors(tmp_path, shape, kind)
+    path = made(tmp_path, shape, kind)
     shares = []
     for is_skewed in (False, True, False):
-        set_routing(tmp_path, shape, is_skewed)
+        set_routing(path, shape, is_skewed)
         model = AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=HfqConfig(), device_map="cpu", output_router_logits=True
+            path, quantization_config=HfqConfig(), device_map="cpu", output_router_logits=True
         )
         with torch.inference_mode():
             chosen = model(torch.arange(256)[None]).router_logits[0].topk(2).indices
