@@ -74,7 +74,7 @@ fuzz: $(VENV)/.installed  ## compare the header readers with safetensors, ggml a
 exhaustive: $(VENV)/.installed  ## run the tests of many alike cases that .ci/run leaves out (about 20 minutes)
 	echo "Running all cases of the accelerator suite, of compilers, and of kernels for other processors"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[compiler]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'exhaustive and not gpu and not peers' tests/kernels tests/quantization tests/regressions tests/benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'exhaustive and not gpu and not peers' tests/kernels tests/regressions tests/benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'accelerator and slow' tests/accelerator
 	if test -x .venv-triton/bin/python; then .venv-triton/bin/python -m pytest -n 2 -m 'every_dialect and not gpu' tests/contract/test_contract_triton.py; fi
 

@@ -111,7 +111,7 @@ def test_the_bound_is_one_block_in_float32_activations_and_a_constant():
     assert found["bound"] == found["block"] + found["activations"] + (400 << 20)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_peak_is_one_block_activations_and_400_mib(tmp_path):
     """Quantizes a model of 300 MB, whose float32 weights alone would need 600 MB."""
     path = make_checkpoint(tmp_path, architecture_of_size(3e8), "bf16")

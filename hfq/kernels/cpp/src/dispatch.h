@@ -132,8 +132,8 @@ OutputParts cut_product(const Layer &layer, int64_t rows, int threads, bool inte
 // True if two layers take the same prepared activations.
 bool is_alike(const Layer &a, const Layer &b) {
     return a.in_features == b.in_features && a.block_in == b.block_in && a.block_out == b.block_out &&
-           a.kind == b.kind && a.bits == b.bits && a.groups == b.groups && !a.index && !b.index &&
-           a.integers == b.integers && a.unit == b.unit && a.values == b.values &&
+           a.kind == b.kind && a.block_type == b.block_type && a.bits == b.bits && a.groups == b.groups &&
+           !a.index && !b.index && a.integers == b.integers && a.unit == b.unit && a.values == b.values &&
            a.row_zeros == b.row_zeros && a.scale_step == b.scale_step && a.high_first == b.high_first &&
            a.offset == b.offset;
 }
@@ -322,10 +322,9 @@ int64_t jobs_floats(int64_t count) {
     return up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
 }
 
-// True if two multiplications pack the same activations in the same way.
+// True if two multiplications take the same prepared activations.
 bool has_same_activations(const Item &a, const Item &b) {
-    return a.x == b.x && a.rows == b.rows && is_alike(*a.layer, *b.layer) &&
-           a.layer->block_type == b.layer->block_type;
+    return a.x == b.x && a.rows == b.rows && is_alike(*a.layer, *b.layer);
 }
 
 // Computes several multiplications together. Returns 0, or -3 if memory ran out.

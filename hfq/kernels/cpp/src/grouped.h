@@ -45,9 +45,8 @@ int run_long(const Item *items, int64_t count, int64_t floats, int32_t dtype, in
     for (int64_t i = 0; i < count; i++) {
         const Layer &layer = *items[i].layer;
         const int64_t rows = items[i].rows;
-        if (i && items[i].x == items[i - 1].x && rows == items[i - 1].rows &&
-            is_alike(layer, *items[i - 1].layer)) {
-            args[i] = args[i - 1];  // the same activations
+        if (i && has_same_activations(items[i], items[i - 1])) {
+            args[i] = args[i - 1];
             args[i].layer = &layer, args[i].y = items[i].y;
             args[i].outputs = cut_product(layer, rows, sharing, args[i].limbs, args[i].ordered);
         } else {
