@@ -149,9 +149,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize(
-    ("count", "memory"), [pytest.param(1, "auto", marks=pytest.mark.slow), (2, "shared")]
-)
+@pytest.mark.parametrize(("count", "memory"), [(1, "auto"), (2, "shared")])
 def test_weights_on_the_cpu_are_held_once_per_node(tmp_path, count, memory):
     """Pss counts a page that processes share in parts, which add up to one."""
     config = LlamaConfig(
