@@ -12,7 +12,6 @@ const int64_t WIDTH = 64;      // output rows per part
 const int64_t LONG = 128;      // output rows per part if there are enough parts
 const int64_t NEAR = 1024;     // bytes from the blocks being read to those prefetched
 
-
 int64_t part_width(const Layer &layer, int threads) {
     return layer.out_features >= 4 * LONG * threads ? LONG : WIDTH;
 }
