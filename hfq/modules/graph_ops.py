@@ -1,14 +1,14 @@
 """Operators of torch that stand for quantized layers in compiled and exported graphs.
 
 A layer is its stored tensors, which are inputs of the graph, and the text of its layout. The experts of one
-module have too many tensors for that: a graph holds the number of the module in this process.
+module have too many tensors for that: a graph holds a number that no other module has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +41,6 @@ OPS = torch.ops.hfq
 _library = Library("hfq", "DEF")
 _held: dict[int, tuple[weakref.ref[torch.Tensor], str, TensorCache]] = {}
 _experts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -130,11 +129,12 @@ def look_up(
 
 
 def experts_number(experts: Any) -> torch.Tensor:
-    """Returns the number of a module of experts in this process, int64 [] on the CPU.
+    """Returns a new number for a module of experts, int64 [] on the CPU.
 
-    A graph takes a tensor as input, and would be made again for each other integer.
+    It is random, so that a program that another process exported finds no module of this one. A graph takes
+    a tensor as input, and would be made again for each other integer.
     """
-    number = next(_numbers)
+    number = secrets.randbits(62)
     _experts[number] = experts
     with torch.inference_mode(False):
         return torch.tensor(number, dtype=torch.int64, device="cpu")

@@ -193,3 +193,30 @@ def test_an_exported_model_runs_in_a_process_without_the_model(tmp_path):
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines), tmp_path], check=True, timeout=120)
     assert torch.equal(torch.load(tmp_path / "outputs.pt"), layer(x))
+
+
+EXPERTS = """
+import sys, torch, hfq
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=hfq.HfqConfig())
+inputs = torch.ones(2, model.config.hidden_size), torch.tensor([[0], [1]]), torch.ones(2, 1)
+"""
+
+
+@pytest.mark.slow
+def test_an_exported_model_computes_with_no_experts_of_another_process(tmp_path):
+    folder, program = write_moe(tmp_path / "model"), tmp_path / "experts.pt2"
+    export = "torch.export.save(torch.export.export(model.model.layers[0].mlp.experts, inputs), sys.argv[2])"
+    run = "torch.export.load(sys.argv[2]).module()(*inputs)"
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", EXPERTS + code, folder, program],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for code in (export, run)
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    assert "SetupError: This graph computes with experts that are not in memory." in done[1].stderr
