@@ -20,7 +20,7 @@ __all__ = ["check_not_captured", "check_not_recorded", "is_captured", "uncompile
 
 _F = TypeVar("_F", bound=Callable)
 _REASON = "A graph holds quantized layers only if their tensors stay in memory."
-_FIX = "Fix: Leave fullgraph=True out, or load the model into the memory of one device."
+_FIX = "Leave fullgraph=True out, or load the model into the memory of one device."
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _tracing_state = torch._C._get_tracing_state
@@ -28,7 +28,7 @@ _transform_level = torch._C._functorch.maybe_current_level
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
-def uncompiled(function: _F, is_recursive: bool = True, reason: str = _REASON) -> _F:
+def uncompiled(function: _F, is_recursive: bool = True, reason: str = _REASON, fix: str = _FIX) -> _F:
     """Keeps a function out of the graphs of `torch.compile`; returns the function itself.
 
     This is `torch.compiler.disable` without its wrapper, which costs time in each call, and without the
@@ -38,13 +38,14 @@ def uncompiled(function: _F, is_recursive: bool = True, reason: str = _REASON) -
         function: A Python function.
         is_recursive: True if the functions that it calls are not compiled either.
         reason: Why no graph holds it, for the message under `fullgraph=True`.
+        fix: What to change, for the same message.
     """
     actions = eval_frame._FrameAction
     called = actions.SKIP if is_recursive else actions.DEFAULT
     strategy = eval_frame._FrameExecStrategy(actions.SKIP, called)
     eval_frame.set_code_exec_strategy(cast(types.FunctionType, function).__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = f"{reason} {_FIX}"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = f"{reason} Fix: {fix}"  # type: ignore[attr-defined]
     return function
 
 
@@ -70,8 +71,8 @@ def check_not_captured(name: str) -> None:
     found = _captured_by()
     if found is not None:
         raise SetupError(
-            f"{name} cannot be captured by {found}: {_REASON[:1].lower()}{_REASON[1:-1]}, and only if "
-            "torch.compile or torch.export makes it.",
+            f"{name} cannot be captured by {found}. Only torch.compile and torch.export make graphs of "
+            "quantized layers, and only of those in memory.",
             expected="torch.compile, or torch.export of a model in the memory of one device",
             found=found,
             fix="Call the model itself, or compile it by torch.compile without fullgraph=True.",

@@ -69,18 +69,21 @@ class QuantizedLinear(QuantizedModule):
             own["outliers"] = OutlierTally() if scheme.outlier_threshold else None
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        if is_compiling() and self._fits_graph(activations):
-            device = activations.device.type
-            if torch.is_autocast_enabled(device):
-                activations = _autocasted(activations)
-            has_grad = torch.is_grad_enabled() and activations.requires_grad
-            multiply = OPS.linear if has_grad else OPS.linear_without_grad
-            return multiply(activations, self.graph_inputs(), self.layout)
-        return _compute(activations, self)
+        if not is_compiling() or not self.fits_graph():
+            return _compute(activations, self)
+        if not self._is_operator(activations):
+            return _compute_in_memory(activations, self)
+        device = activations.device.type
+        if torch.is_autocast_enabled(device):
+            activations = _autocasted(activations)
+        has_grad = torch.is_grad_enabled() and activations.requires_grad
+        multiply = OPS.linear if has_grad else OPS.linear_without_grad
+        return multiply(activations, self.graph_inputs(), self.layout)
 
-    def _fits_graph(self, activations: torch.Tensor) -> bool:
+    def _is_operator(self, activations: torch.Tensor) -> bool:
+        """Returns True if a product in memory can be an operator of a graph."""
         is_valid = activations.shape[-1] == self.local_in_features and activations.is_floating_point()
-        return is_valid and self.outliers is None and not self.is_sliced and self.fits_graph()
+        return is_valid and self.outliers is None and not self.is_sliced
 
     def _describe(self) -> None:
         own = vars(self)
@@ -106,6 +109,19 @@ def _compute(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor
         with without_autocast(activations):
             return _record(activations, module)
     return _record(activations, module)
+
+
+def _compute_in_memory(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
+    """Multiplies by a layer in memory, outside of graphs."""
+    return _compute(activations, module)
+
+
+uncompiled(
+    _compute_in_memory,
+    reason="A graph holds no layer that counts outliers (LLM.int8()) or is a slice, and no product of "
+    "activations that have a wrong size or dtype.",
+    fix="Leave fullgraph=True out.",
+)
 
 
 def _autocasted(values: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter
 
 from hfq.errors import SetupError
@@ -88,6 +89,19 @@ def test_an_input_of_another_size_is_the_error_of_eager():
     graph = torch.compile(quantized(), backend="eager")
     with pytest.raises(SetupError, match="layer received activations of the wrong size"):
         graph(random(3, IN + 1))
+
+
+@pytest.mark.parametrize("change", ["outliers", "is_sliced", "size", "dtype"])
+def test_a_full_graph_of_a_layer_in_memory_is_an_error_with_its_reason(change):
+    layer, x = quantized(), random(3, IN + (change == "size"))
+    if change in ("outliers", "is_sliced"):
+        vars(layer)[change] = True
+    if change == "dtype":
+        x = x.long()
+    with pytest.raises(Unsupported, match=r"counts outliers.*a slice.*wrong size or dtype") as caught:
+        compiled(layer)(x)
+    assert "Fix: Leave fullgraph=True out." in str(caught.value)
+    assert "memory of one device" not in str(caught.value)
 
 
 def test_layers_of_one_kind_share_a_graph():
