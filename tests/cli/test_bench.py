@@ -124,9 +124,12 @@ def test_generation_with_torch_compile_is_measured():
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_model_on_disk_is_not_compiled():
+def test_a_model_on_disk_is_not_compiled(monkeypatch):
+    asked, ask = [], InProcess.ask
+    monkeypatch.setattr(InProcess, "ask", lambda self, step: asked.append(step) or ask(self, step))
     done = run(GPTQ, *SMALL, "--device-map", "disk", "--compile")
     assert "needs a model whose weights stay in memory" in str(done.exception)
+    assert asked == ["load"]  # no prefill, whose time would be lost
 
 
 def test_weights_stay_on_disk_where_they_are_placed_there():

@@ -77,7 +77,7 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
 
 def _run(folder: str, options: BenchOptions, threads: int | None, bar: ProgressBar) -> dict[str, Any]:
     """Returns the measurements with one number of threads, from a process of their own."""
-    of_command = ("threads", "repetitions", "is_compiled")
+    of_command = ("threads", "repetitions")
     given = {name: value for name, value in asdict(options).items() if name not in of_command}
     label = "" if threads is None else f" with {threads} threads"
     with Worker(_WORKER, folder=folder, threads=threads, **given) as worker:

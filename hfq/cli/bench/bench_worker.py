@@ -44,6 +44,7 @@ class BenchWorker:
         threads: Threads of the CPU; None for torch's own number.
         n_prompt: Tokens of a prompt.
         n_gen: Tokens to generate.
+        is_compiled: True to also generate with `torch.compile`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class BenchWorker:
         threads: int | None,
         n_prompt: int,
         n_gen: int,
+        is_compiled: bool = False,
     ) -> None:
         self._folder = folder
         self._device_map = device_map
@@ -62,7 +64,7 @@ class BenchWorker:
         self._max_memory = (
             None if max_memory is None else {_as_key(key): size for key, size in max_memory.items()}
         )
-        self._n_prompt, self._n_gen = n_prompt, n_gen
+        self._n_prompt, self._n_gen, self._is_compiled = n_prompt, n_gen, is_compiled and n_gen > 0
         if threads is not None:
             torch.set_num_threads(threads)
         self._model: Any = None
@@ -81,7 +83,11 @@ class BenchWorker:
         self.commands = {step.__name__: _telling_errors(step) for step in steps}
 
     def load(self) -> dict[str, Any]:
-        """Loads the model: seconds, bytes by device, and predictions."""
+        """Loads the model: seconds, bytes by device, and predictions.
+
+        Raises:
+            SetupError: The model does not take tokens, or is to be compiled and a part of it is offloaded.
+        """
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -104,13 +110,7 @@ class BenchWorker:
         )
         seconds = time.perf_counter() - started
         self._model = loaded.eval()
-        if not takes_tokens(self._model):
-            raise SetupError(
-                f"hfq bench cannot run {type(self._model).__name__}.",
-                expected="a causal language model that takes tokens alone",
-                found=type(self._model).__name__,
-                fix="Measure the language model by itself.",
-            )
+        self._check_model()
         loading = loader_of(self._model)
         return {
             "class": type(self._model).__name__,
@@ -125,6 +125,23 @@ class BenchWorker:
             "load_nbytes": loading.plan.resident_nbytes(),
             "predicted": self._predict(loading, share),
         }
+
+    def _check_model(self) -> None:
+        """Checks that all later steps can run, before any of them is measured."""
+        if not takes_tokens(self._model):
+            raise SetupError(
+                f"hfq bench cannot run {type(self._model).__name__}.",
+                expected="a causal language model that takes tokens alone",
+                found=type(self._model).__name__,
+                fix="Measure the language model by itself.",
+            )
+        if self._is_compiled and not self._model.hf_quantizer.is_compileable:
+            raise SetupError(
+                "hfq bench --compile needs a model whose weights stay in memory.",
+                expected="no offloaded weights",
+                found=", ".join(loader_of(self._model).plan.nbytes_by_device()),
+                fix="Pass --device-map cpu or --device-map cuda:0, or omit --compile.",
+            )
 
     def warm_up(self) -> dict[str, Any]:
         """Runs the prompt and one token, so that no first call is measured."""
@@ -152,18 +169,7 @@ class BenchWorker:
         return {"host_seconds_per_layer": host_seconds_per_layer(self._model)}
 
     def compile(self) -> dict[str, Any]:
-        """Generates with `torch.compile` for the first time: seconds.
-
-        Raises:
-            SetupError: A part of the model is offloaded.
-        """
-        if not self._model.hf_quantizer.is_compileable:
-            raise SetupError(
-                "hfq bench --compile needs a model whose weights stay in memory.",
-                expected="no offloaded weights",
-                found=", ".join(loader_of(self._model).plan.nbytes_by_device()),
-                fix="Pass --device-map cpu or --device-map cuda:0, or omit --compile.",
-            )
+        """Generates with `torch.compile` for the first time: seconds."""
         return {"compile_seconds": self.decode_compiled()["seconds"]}
 
     def decode_generate(self) -> dict[str, Any]:
