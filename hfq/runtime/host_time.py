@@ -23,8 +23,9 @@ _PASSES = 20
 def host_seconds_per_layer(model: nn.Module) -> float | None:
     """Measures the time that one call of a layer takes beyond its product.
 
-    On a CPU, the C++ library is asked for no rows, so that all but the product is measured. On an
-    accelerator, it is the time until the call returns, while the product may still run.
+    On a CPU, a Python function asks the C++ library for no rows, so that all but the product is measured. The
+    call of this function is part of the time. On an accelerator, it is the time until the call returns, while
+    the product may still run.
 
     Args:
         model: A loaded model.
