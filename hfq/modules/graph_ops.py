@@ -225,6 +225,7 @@ def _routed_grad(
     weights: torch.Tensor,
     number: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the forward pass again, since an operator keeps no intermediate values."""
     compute = _compute_of(number)
     with torch.enable_grad(), _autograd():
         inputs = hidden_states.detach().requires_grad_(), weights.detach().requires_grad_()
