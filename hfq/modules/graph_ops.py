@@ -314,7 +314,7 @@ def _define(schema: str, compute: Callable, fake: Callable, tags: tuple = ()) ->
 
 
 _HOST = (torch.Tag.cudagraph_unsafe,)
-"""Of operators that the host routes."""
+"""Tags of operators whose work depends on values that the host reads."""
 
 for _name in ("linear", "linear_without_grad"):
     _define(f"{_name}(Tensor activations, Tensor[] stored, str layout) -> Tensor", _linear, _new_outputs)
@@ -340,7 +340,8 @@ _define(
     _new_grads,
     _HOST,
 )
-_library.impl("linear_without_grad", torch.library.fallthrough_kernel, "Autograd")  # which takes longer
+# no autograd: its dispatch takes longer than the call
+_library.impl("linear_without_grad", torch.library.fallthrough_kernel, "Autograd")
 register_autograd("hfq::linear", _backward_layer, setup_context=_keep_layer, lib=_library)
 register_autograd("hfq::head", _backward_head, setup_context=_keep_inputs, lib=_library)
 register_autograd("hfq::experts", _backward_routed, setup_context=_keep_inputs, lib=_library)
