@@ -55,5 +55,7 @@ class Upload:
         from hfq.integrations.hub.upload import upload_checkpoint
 
         if self._base_model is None:
-            print("note: MODEL is no Hub id, so hfq adds no base_model to the model card.", file=sys.stderr)
+            print(
+                "note: MODEL is not a Hub id, so hfq adds no base_model to the model card.", file=sys.stderr
+            )
         return upload_checkpoint(out, self._repo, self._base_model)

@@ -73,7 +73,7 @@ def test_other_verbs_upload_too_and_keep_a_relation_that_the_card_names(hub, tmp
 def test_a_local_source_adds_no_base_model_and_says_so(hub, tmp_path):
     done = run("reshard", tiny_models.DATA / "tiny-llama-gptq", tmp_path / "new", "--push-to-hub", "me/tiny")
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "MODEL is no Hub id" in done.stderr
+    assert "MODEL is not a Hub id" in done.stderr
     data = ModelCard(hub.uploaded["me/tiny"]["README.md"].decode()).data
     assert data.base_model is None
     assert data.tags == ["hfq", "gptq"]
