@@ -9,6 +9,8 @@ import typer
 
 from hfq.cli.launch import serving
 from hfq.cli.main import main
+from hfq.errors import CheckpointError
+from hfq.integrations.hub import download
 from tests.support import tiny_models
 
 PROGRAM = """
@@ -104,6 +106,16 @@ def test_a_chat_template_is_found_where_transformers_reads_it(model, name):
     template = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**template, "chat_template": "{{ messages }}"}))
     assert run("chat", str(model)) == 5
+
+
+def test_a_hub_that_cannot_be_asked_leaves_the_error_to_the_server(model, monkeypatch):
+    def small_file(_, name):
+        if name == "tokenizer_config.json":
+            return model / name
+        raise CheckpointError("hfq cannot fetch the model from the Hub.", fix="Try again.")
+
+    monkeypatch.setattr(download, "small_file", small_file)
+    assert run("chat", "organization/model") == 5
 
 
 def test_a_termination_ends_the_server():

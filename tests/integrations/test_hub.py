@@ -11,6 +11,7 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -144,6 +145,20 @@ def test_one_small_file_is_downloaded_alone(hub, monkeypatch):
     assert small_file(f"{GPTQ}/model.gguf", "tokenizer_config.json") is None
     with pytest.raises(CheckpointError, match="neither a folder nor an accessible model"):
         small_file("nobody/no-model", "tokenizer_config.json")
+
+
+def test_an_unreachable_hub_is_not_a_missing_file(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE prevents a download"):
+        small_file(GPTQ, "tokenizer_config.json")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def unreachable(*_):  # the error of hf_hub_download after its retries, which take long
+        raise LocalEntryNotFoundError("Please check your connection")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(CheckpointError, match="hfq cannot fetch the model from the Hub"):
+        small_file(GPTQ, "tokenizer_config.json")
 
 
 def test_a_damaged_archive_is_fetched_again_and_a_commit_needs_no_hub(hub):

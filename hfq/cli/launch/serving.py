@@ -24,7 +24,7 @@ from hfq.cli.launch.run_program import (
     run_enabled,
     run_program,
 )
-from hfq.errors import SetupError
+from hfq.errors import CheckpointError, SetupError
 
 __all__ = ["chat", "serve"]
 
@@ -88,16 +88,17 @@ def _check_chat_template(model: str) -> None:
     from hfq.checkpoint.small_file import read_small_file
     from hfq.integrations.hub.download import small_file
 
-    file = small_file(model, "tokenizer_config.json")
-    if file is None:  # a GGUF file may hold a template, and transformers names a missing tokenizer
-        return
     try:
+        file = small_file(model, "tokenizer_config.json")
+        if file is None:  # a GGUF file may hold a template, and transformers names a missing tokenizer
+            return
         config = json.loads(read_small_file(file, JSON_LIMIT))
-    except (OSError, ValueError, RecursionError):  # transformers explains it
+        if not isinstance(config, dict) or config.get("chat_template"):
+            return
+        has_template = any(small_file(model, name) for name in _TEMPLATES)
+    except (CheckpointError, OSError, ValueError, RecursionError):  # transformers explains it
         return
-    if not isinstance(config, dict) or config.get("chat_template"):
-        return
-    if not any(small_file(model, name) for name in _TEMPLATES):
+    if not has_template:
         raise SetupError(
             f"The tokenizer of {model} has no chat template. Nothing was started.",
             file=file,

@@ -58,14 +58,14 @@ def small_file(model: str, name: str) -> Path | None:
         file = Path(model, name)
         return file if file.is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     repo, gguf_file = split_gguf_path(model)
     if gguf_file is not None:
         return None
     try:
         return Path(hf_hub_download(str(repo), name))
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:  # its base class is also that of an unreachable Hub
         return None
     except Exception as error:  # the Hub, its HTTP client, and the disk raise many kinds
         raise explain(error, str(repo), None) from error
