@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hfq.cli.launch.load_options import load_options, resolve_options
-from hfq.cli.launch.run_program import enabling_environment, find_program, report_nothing, run_enabled
+from hfq.cli.launch.run_program import enabling_environment, find_program, report_record, run_enabled
 from hfq.cli.main import main
 from hfq.errors import SetupError
 from hfq.launch_environment import CONFIG, ENABLE
@@ -97,7 +97,11 @@ def test_a_python_without_hfq_is_named(capfd, tmp_path, monkeypatch):
     assert run_enabled([sys.executable, "-c", "print('runs')"], "") == 0
     printed = capfd.readouterr()
     assert printed.out == "runs\n"
-    assert f"hfq is not installed for {sys.executable}: an old version. Fix: Install it there" in printed.err
+    assert printed.err.splitlines() == [
+        f"hfq: {sys.executable} ran without hfq: an old version. "
+        f"Fix: Make `import hfq` work there, or start {sys.executable}.",
+        f"{NOTHING}no Python of {sys.executable} imported hfq.",
+    ]
 
 
 def test_the_sitecustomize_of_the_environment_still_runs(capfd, tmp_path, monkeypatch):
@@ -245,5 +249,19 @@ def test_the_environment_of_a_program_has_the_switch_the_options_and_one_folder(
 
 
 def test_one_load_is_enough_to_say_nothing_more(capsys):
-    report_nothing("program", ["python", "without /usr/bin/python3: none", "loaded model"])
+    report_record("program", ["python", "loaded model"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("loads", [[], ["loaded model"]])
+def test_a_python_without_hfq_is_named_next_to_one_with_hfq(capsys, loads):
+    rank = "without /usr/bin/python3: no module: hfq"
+    report_record("program", ["python", rank, *loads, rank])
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == (
+        "hfq: /usr/bin/python3 ran without hfq: no module: hfq. "
+        f"Fix: Make `import hfq` work there, or start {sys.executable}."
+    )
+    assert others == (
+        [] if loads else [f"{NOTHING}program loaded no quantized checkpoint with transformers."]
+    )

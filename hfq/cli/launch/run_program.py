@@ -18,7 +18,7 @@ __all__ = [
     "enabling_environment",
     "exit_status",
     "find_program",
-    "report_nothing",
+    "report_record",
     "run_enabled",
     "run_program",
 ]
@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.5
 
 
 def run_enabled(program: Sequence[str], options: str) -> int:
-    """Runs a program with hfq enabled; at its end says if it loaded nothing with hfq.
+    """Runs a program with hfq enabled; at its end says what ran without hfq.
 
     Args:
         program: Program and arguments.
@@ -54,7 +54,7 @@ def run_enabled(program: Sequence[str], options: str) -> int:
     command = find_program(program)
     with tempfile.NamedTemporaryFile("r", prefix="hfq-launch-", encoding="utf-8", errors="replace") as record:
         status = run_program(command, enabling_environment(os.environ, options, record.name))
-        report_nothing(program[0], record.read().splitlines())
+        report_record(program[0], record.read().splitlines())
     return status
 
 
@@ -135,20 +135,24 @@ def exit_status(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def report_nothing(name: str, lines: Sequence[str]) -> None:
-    """Prints why a program loaded nothing with hfq, unless it loaded something.
+def report_record(name: str, lines: Sequence[str]) -> None:
+    """Prints which Pythons of a program ran without hfq, and why it loaded nothing with hfq.
 
     Args:
         name: The program.
         lines: The record of its processes.
     """
+    without = [line.removeprefix("without ") for line in lines if line.startswith("without ")]
+    for line in dict.fromkeys(without):
+        python, _, error = line.partition(": ")
+        fix = f"Make `import hfq` work there, or start {sys.executable}"
+        say(f"{python} ran without hfq: {error}. Fix: {fix}.")
     if any(line.startswith("loaded ") for line in lines):
         return
-    without = next((line.removeprefix("without ") for line in lines if line.startswith("without ")), None)
     if "python" in lines:
         reason = f"{name} loaded no quantized checkpoint with transformers"
-    elif without is not None:
-        reason = f"hfq is not installed for {without}. Fix: Install it there, or start {sys.executable}"
+    elif without:
+        reason = f"no Python of {name} imported hfq"
     else:
         reason = f"{name} runs no Python that reads PYTHONPATH; python -I, -E, and -S do not"
     say(f"nothing was loaded with hfq: {reason}.")

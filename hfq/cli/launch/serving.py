@@ -20,7 +20,7 @@ from hfq.cli.launch.load_options import with_load_options
 from hfq.cli.launch.run_program import (
     enabling_environment,
     exit_status,
-    report_nothing,
+    report_record,
     run_enabled,
     run_program,
 )
@@ -137,7 +137,7 @@ def _server(model: str, options: str) -> Iterator[str]:
         )
         try:
             _wait_until_ready(server, port, said)
-            report_nothing("transformers serve", record.read().splitlines())
+            report_record("transformers serve", record.read().splitlines())
             yield f"http://localhost:{port}"
         finally:
             server.terminate()
