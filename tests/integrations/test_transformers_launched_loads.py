@@ -145,6 +145,16 @@ def test_another_method_of_the_program_wins(arguments, reason):
     assert launched_loads._choose_config(options, FLOAT, arguments) == (None, reason)
 
 
+def test_a_state_dict_of_the_program_stays_with_plain_transformers(enable, capsys):
+    enable(quantize_weights="fp8")
+    config = AutoConfig.from_pretrained(FLOAT)
+    state = LlamaForCausalLM(config).state_dict()
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
+    assert method(model) is None
+    line = "hfq: plain transformers loads LlamaForCausalLM: the program passes state_dict.\n"
+    assert line in capsys.readouterr().err
+
+
 SAID = " The program's {} replaces device_map of hfq launch."
 
 

@@ -95,14 +95,15 @@ def applying_launch_options(original: Callable) -> Callable:
         cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         path = pretrained_model_name_or_path
-        if not is_enabled() or path is None or kwargs.get("state_dict") is not None:
+        has_source = path is not None or kwargs.get("state_dict") is not None
+        if not is_enabled() or not has_source:
             return original(cls, path, *args, **kwargs)
         options = _options_of(os.environ.get(CONFIG, ""))
         chosen, reason = None, ""
         if not load_context().is_active:
             chosen, reason = _choose_config(options, path, kwargs)
         if reason:
-            say(f"plain transformers loads {path}: {reason}.")
+            say(f"plain transformers loads {cls.__name__ if path is None else path}: {reason}.")
             with one_load():
                 return original(cls, path, *args, **kwargs)
         replaced = ""
@@ -127,6 +128,8 @@ def _choose_config(
     asked, own = _method(kwargs.get("quantization_config")), _method(stored)
     if METHOD in (asked, own):
         return None, ""
+    if kwargs.get("state_dict") is not None:
+        return None, "the program passes state_dict"
     if asked is not None and asked != own:
         return None, f"the program passes quantization_config={type(kwargs['quantization_config']).__name__}"
     for name in ("load_in_4bit", "load_in_8bit"):
