@@ -108,7 +108,6 @@ def test_json_has_all_measurements():
     assert min(predicted["load_seconds"], predicted["decode_tokens_per_second"]) > 0
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.usefixtures("in_process", "native")
 def test_the_host_time_of_layers_is_printed():
     lines = run(GPTQ, *SMALL, "--device-map", "cpu").stdout.splitlines()
@@ -132,6 +131,7 @@ def test_a_model_on_disk_is_not_compiled(monkeypatch):
     assert asked == ["load"]  # no prefill, whose time would be lost
 
 
+@pytest.mark.usefixtures("in_process")
 def test_weights_stay_on_disk_where_they_are_placed_there():
     on_disk = found("--device-map", "disk")["runs"][0]
     in_memory = found("--device-map", "cpu")["runs"][0]
