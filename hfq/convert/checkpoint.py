@@ -33,6 +33,7 @@ from hfq.convert.targets import TARGET_FORMATS, GgufTarget, Target
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.configs.source_config import SIDE_FILES, source_config
 from hfq.formats.gguf.block_rows import Gguf
+from hfq.formats.layouts.fused_experts import split_experts
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["ConvertReport", "convert_checkpoint"]
@@ -330,8 +331,9 @@ def _check_written(
             raise _unlike(name, "a packed layer", "none")
         check_equal(layer, found[name])
     packed = {f"{name}.{local}" for name in layers for local in found[name].infos}
+    stored = split_experts(written.tensors) if written.gguf is not None else written.tensors
     for name, tensor in tensors.items():
-        info = written.tensors.get(name)
+        info = stored.get(name)
         if name in packed:
             continue
         is_same = info is not None and (info.shape == tensor.shape)

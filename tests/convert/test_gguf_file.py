@@ -1,10 +1,12 @@
 """Conversions from and to GGUF: same numbers, same bytes on the way back, and files that others read."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hfq.checkpoint import Checkpoint
+from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.checkpoint.gguf.header import read_gguf_header
 from hfq.convert import convert_checkpoint
 from tests.contract.cases import CASES
@@ -49,6 +51,37 @@ def test_logits_are_bit_identical_and_the_way_back_leads_to_the_same_bytes(tmp_p
 def without_exponentials(tensors):
     """Leaves out -exp(a), which several numbers may be for one float32 a."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("ssm_a")}
+
+
+def test_experts_that_stay_floats_are_fused(tmp_path):
+    template = write_model(tmp_path / "template", "qwen3moe", make_model("qwen3moe"))
+    convert(template, tmp_path / "packed", "pack-quantized")
+    source = with_float_experts(tmp_path / "packed", make_model("qwen3moe"))
+    convert(source, tmp_path / "to", "gguf", template)
+    assert torch.equal(logits(tmp_path / "to"), logits(source))
+    types = {name: kind for name, (kind, _) in stored(tmp_path / "to").items()}
+    assert {types[f"blk.0.ffn_{local}_exps.weight"] for local in ("gate", "up", "down")} == {"BF16"}
+    assert types["blk.0.attn_q.weight"] == stored(template)["blk.0.attn_q.weight"][0]
+
+
+def with_float_experts(path, model):
+    """Replaces the quantized experts of a checkpoint by those of a model in bfloat16."""
+    config = json.loads((path / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["targets"] = [name for name in group["targets"] if ".experts." not in name]
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {name: t for name, t in tiny_models.stored_tensors(path).items() if ".experts." not in name}
+    for name, fused in model.state_dict().items():
+        if ".experts." not in name:
+            continue
+        owner, _, projection = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+        for expert, weight in enumerate(fused.bfloat16()):
+            for part, half in zip(parts, weight.chunk(len(parts)), strict=True):
+                tensors[f"{owner}.{expert}.{part}.weight"] = half.clone()
+    stored = {name: tiny_models.as_stored(t) for name, t in tensors.items()}
+    write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
+    return path
 
 
 @pytest.mark.parametrize("to", ["gptq", "gptq_v2"])
