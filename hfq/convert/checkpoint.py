@@ -34,7 +34,7 @@ from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.configs.source_config import SIDE_FILES, source_config
 from hfq.formats.gguf.block_rows import Gguf
 from hfq.formats.layouts.fused_experts import split_experts
-from hfq.tensor_spec import TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 __all__ = ["ConvertReport", "convert_checkpoint"]
 
@@ -319,7 +319,11 @@ def _check_written(
     tensors: Mapping[str, NewTensor],
     reader: Reader,
 ) -> None:
-    """Reads the new folder as a checkpoint and compares every tensor with the source's."""
+    """Reads the new folder as a checkpoint and compares every tensor with the source's.
+
+    Layers are compared dequantized. Of other tensors that are copied into safetensors files, only dtypes and
+    shapes are compared.
+    """
     written = Checkpoint.open(folder)
     own = Reader(written)
     try:
@@ -330,16 +334,24 @@ def _check_written(
         if name not in found:
             raise _unlike(name, "a packed layer", "none")
         check_equal(layer, found[name])
-    packed = {f"{name}.{local}" for name in layers for local in found[name].infos}
+    packed = {
+        stored
+        for name in layers
+        for local, info in found[name].infos.items()
+        if local != "bias"
+        for stored in (f"{name}.{local}", info.part_of)
+    }
     stored = split_experts(written.tensors) if written.gguf is not None else written.tensors
     for name, tensor in tensors.items():
         info = stored.get(name)
         if name in packed:
             continue
         is_same = info is not None and (info.shape == tensor.shape)
-        if info is not None and is_same and written.gguf is not None:
+        is_computed = written.gguf is not None or not isinstance(tensor.data, ByteRange)
+        if info is not None and is_same and is_computed:
             values = NewTensor.of_model(info, own).values(own)
-            is_same = torch.equal(values.to(torch.float32), tensor.values(reader).to(torch.float32))
+            both = values.to(torch.float32), tensor.values(reader).to(torch.float32)
+            is_same = torch.allclose(*both, rtol=0, atol=0, equal_nan=True)
         if info is None or not is_same or (written.gguf is None and info.dtype != tensor.dtype):
             raise _unlike(name, tensor.described(name), info)
 

@@ -1,20 +1,24 @@
 """Conversions from and to GGUF: same numbers, same bytes on the way back, and files that others read."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hfq import CheckpointError
 from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.checkpoint.gguf.header import read_gguf_header
 from hfq.convert import convert_checkpoint
+from hfq.convert.layer_plan import NewTensor
 from tests.contract.cases import CASES
 from tests.loading.gguf.test_saved_files import split
 from tests.support import ggml_library, models, tiny_models
-from tests.support.checkpoint_files import stored_bytes
+from tests.support.checkpoint_files import refused, stored_bytes
 from tests.support.gguf_files import IDS, write_gguf
 from tests.support.gguf_models import make_model, write_model, write_random_llama
+from tests.support.reshard_files import assert_nothing_left
 
 ROWS = {case.id: case for case in CASES}
 TOKENS = torch.arange(1, 25)[None]
@@ -160,6 +164,33 @@ def template(tmp_path, **changed):
 def write_gptq(tmp_path):
     case = ROWS["gptq-v1-w4-sym"]
     return tiny_models.write_model(tmp_path / "source", tiny_models.model_tensors(case.format), case.config)
+
+
+def test_a_norm_of_nan_is_equal_to_itself(tmp_path):
+    case = ROWS["gptq-v1-w4-sym"]
+    tensors = tiny_models.model_tensors(case.format)
+    tensors["model.norm.weight"][0] = torch.nan
+    source = tiny_models.write_model(tmp_path / "source", tensors, case.config)
+    convert(source, tmp_path / "to", "gguf", template(tmp_path))
+    norm = torch.frombuffer(bytearray(stored(tmp_path / "to")["output_norm.weight"][1]), dtype=torch.float32)
+    assert torch.equal(norm.isnan(), tensors["model.norm.weight"].isnan())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama-biased"])
+def test_computed_norms_and_biases_are_read_back(tmp_path, monkeypatch, name):
+    source = write_model(tmp_path / "source", name, make_model(name))
+    part = NewTensor.part
+
+    def spoiled(tensor):
+        if callable(tensor.data) and len(tensor.shape) == 1 and tensor.dtype == "F32":
+            good = tensor.data
+            return part(dataclasses.replace(tensor, data=lambda: good() + 1))
+        return part(tensor)
+
+    monkeypatch.setattr(NewTensor, "part", spoiled)
+    with refused("does not read back", kind=CheckpointError):
+        convert(source, tmp_path / "packed", "pack-quantized")
+    assert_nothing_left(tmp_path)
 
 
 def test_metadata_are_those_of_the_template(tmp_path):
