@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import WeightRenaming, log_conversion_errors
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import hfq
@@ -180,6 +181,29 @@ def test_a_checkpoint_without_such_layers_is_an_error():
     model.config.num_mtp_layers = 1
     with pytest.raises(FormatError, match=r"model\.layers\.4\.eh_proj"):
         generate(model, use_mtp=True)
+
+
+@pytest.mark.parametrize("fault", ["raises", "another shape"])
+def test_what_transformers_does_not_load_is_an_error(half_float, monkeypatch, fault):
+    model, convert = load(half_float[0]), WeightRenaming.convert
+
+    def spoiled(self, layer_name, *arguments, loading_info, **kwargs):
+        found = convert(self, layer_name, *arguments, loading_info=loading_info, **kwargs)
+        if not layer_name.endswith("0.eh_proj.weight"):
+            return found
+        with log_conversion_errors(layer_name, loading_info):
+            if fault == "raises":
+                raise RuntimeError("no memory for a copy")
+        return {name: [tensor[:, :-1]] for name, (tensor,) in found.items()}
+
+    monkeypatch.setattr(WeightRenaming, "convert", spoiled)
+    with pytest.raises(FormatError, match="MTP layers cannot be loaded") as caught:
+        generate(model, use_mtp=True)
+    words = "no memory for a copy" if fault == "raises" else "expected [64, 128], found [64, 127]"
+    (problem,) = caught.value.problems
+    assert "layers.0.eh_proj.weight: " in problem
+    assert words in problem
+    assert model.hf_quantizer.loading.mtp_model is None
 
 
 def test_quantize_on_load_is_an_error(paths, tmp_path):

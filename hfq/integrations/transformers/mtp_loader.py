@@ -58,7 +58,11 @@ class MtpLoader(ModelLoader):
         ]
 
     def load_others(self, device: str) -> None:
-        """Loads the unquantized tensors, as transformers does."""
+        """Loads the unquantized tensors, as transformers does.
+
+        Raises:
+            FormatError: A tensor has another shape than the model, or cannot be converted.
+        """
         from safetensors import safe_open
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -71,7 +75,21 @@ class MtpLoader(ModelLoader):
         loading = LoadStateDictConfig(
             weight_mapping=self.conversions(), device_map={"": device}, dtype=self.model.dtype
         )
-        convert_and_load_state_dict_in_model(model=self.model, state_dict=found, load_config=loading)
+        info, _ = convert_and_load_state_dict_in_model(self.model, found, loading)
+        problems = [f"{name}: {error}" for name, error in info.conversion_errors.items()]
+        problems += [
+            f"{name}: expected {list(wanted)}, found {list(stored)}"
+            for name, stored, wanted in sorted(info.mismatched_keys)
+        ]
+        if problems:
+            raise FormatError(
+                "The MTP layers cannot be loaded.",
+                file=self.checkpoint.root,
+                expected="tensors in the shapes of the model",
+                found="the problems below",
+                fix="Download the checkpoint again, or leave out use_mtp=True.",
+                problems=problems,
+            )
 
     def _match(self, source: dict[str, Any] | None) -> CheckpointMatch:
         names = Names(self.model, conversions=self.conversions())
