@@ -26,7 +26,7 @@ def block_groups(layer: SourceLayer, found: Gguf) -> tuple[SignedType, torch.Ten
             "Keep the GGUF file, or quantize the original model again.",
         )
     check_plain(layer, found)
-    scales = unpack_scales(_rows(layer.read("weight"), found, 0, layer.size[0]), found.type.name)
+    scales = unpack_scales(_rows(layer.hold("weight"), found, 0, layer.size[0]), found.type.name)
     if not bool(scales.isfinite().all()):
         raise refusal(
             f"{layer.module}.weight", "finite scales", "an infinite scale", "Download the file again."

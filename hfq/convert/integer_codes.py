@@ -9,6 +9,7 @@ them minus one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +99,7 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
     _check_zeros(layer, highest, bits)
     words_in = in_features * bits // 32
     words_out = out_features * bits // 32
-    count = groups.zeros.shape[0]
+    count, zeros = groups.zeros.shape[0], _zeros(layer, groups)
     is_own = isinstance(layer.weight_format, Gptq)
     dtype = layer.infos["scales"].dtype if is_own else "F16"
     if not is_own:
@@ -110,15 +111,13 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
         "qweight": NewTensor.copied(codes)
         if codes
         else NewTensor("I32", (words_in, out_features), lambda: _columns(layer)),
-        "qzeros": NewTensor(
-            "I32", (count, words_out), lambda: _pack_zeros(_groups_of(layer).zeros - int(is_v1), bits)
-        ),
+        "qzeros": NewTensor("I32", (count, words_out), lambda: _pack_zeros(zeros() - int(is_v1), bits)),
         "scales": NewTensor.copied(layer.infos["scales"])
         if is_own
         else NewTensor(
             dtype, (count, out_features), lambda: _groups_of(layer).scales.to(torch.float16).contiguous()
         ),
-        "g_idx": NewTensor("I32", (in_features,), lambda: _g_idx(_groups_of(layer), in_features)),
+        "g_idx": NewTensor("I32", (in_features,), _g_idx(layer, groups)),
     }
     options = GptqOptions(bits, groups.group_size, groups.is_symmetric, groups.g_idx is not None)
     return LayerPlan(_with_bias(layer, tensors), options)
@@ -292,7 +291,7 @@ def _columns(layer: SourceLayer) -> torch.Tensor:
 
 
 def _columns_of_blocks(layer: SourceLayer, found: Gguf) -> torch.Tensor:
-    kind, rows = SIGNED_TYPES[found.type.name], layer.read("weight")
+    kind, rows = SIGNED_TYPES[found.type.name], layer.hold("weight")
     half = 1 << (kind.num_bits - 1)
     slabs = [
         pack_stream(
@@ -307,12 +306,28 @@ def _pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
     return pack_stream(zeros.t(), bits).t().contiguous()
 
 
-def _g_idx(groups: _Groups, in_features: int) -> torch.Tensor:
-    """Returns the group of each channel, which gptqmodel and transformers always require."""
+def _zeros(layer: SourceLayer, groups: _Groups) -> Callable[[], torch.Tensor]:
+    """Returns a function that returns the zero points of a layer.
+
+    It reads nothing if all of them are equal.
+    """
+    if not groups.is_symmetric:
+        return lambda: _groups_of(layer).zeros
+    shape, half = groups.zeros.shape, 1 << (groups.num_bits - 1)
+    return lambda: torch.full(shape, half, dtype=torch.int32)
+
+
+def _g_idx(layer: SourceLayer, groups: _Groups) -> Callable[[], torch.Tensor]:
+    """Returns a function that returns the group of each channel.
+
+    gptqmodel and transformers always require them.
+    """
     if groups.g_idx is not None:
-        return groups.g_idx
+        local = "g_idx" if isinstance(layer.weight_format, Gptq) else "weight_g_idx"
+        return lambda: layer.read(local).to(torch.int32)
+    in_features = layer.size[1]
     size = groups.group_size if groups.group_size > 0 else in_features
-    return torch.arange(in_features, dtype=torch.int32) // size
+    return lambda: torch.arange(in_features, dtype=torch.int32) // size
 
 
 def _check_zeros(layer: SourceLayer, highest: int, bits: int) -> None:

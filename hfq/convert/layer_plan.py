@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ __all__ = ["LayerPlan", "NewTensor", "SourceLayer", "as_bytes", "exact_cast", "r
 
 
 _NOWHERE = ByteRange("", 0, 0)
+_HELD: weakref.WeakKeyDictionary[Reader, tuple[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+"""{reader: the name and the value of the tensor that `SourceLayer.hold` read last}."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,18 @@ class SourceLayer:
     def read(self, local: str) -> torch.Tensor:
         """Reads one tensor of the layer into new memory."""
         return read_tensor(self.reader, self.infos[local])
+
+    def hold(self, local: str) -> torch.Tensor:
+        """Returns one tensor of the layer, which stays in memory until another one is held.
+
+        The tensors of a new layer are written in turn, so several of them come from one read. The result must
+        not be changed.
+        """
+        name = f"{self.module}.{local}"
+        if _HELD.get(self.reader, ("",))[0] != name:
+            _HELD.pop(self.reader, None)  # frees its memory before the read
+            _HELD[self.reader] = name, self.read(local)
+        return _HELD[self.reader][1]
 
     def copied(self, local: str) -> NewTensor:
         """Returns one unquantized tensor of the layer with the values of the model."""

@@ -76,7 +76,7 @@ def plan_mxfp4_blocks(layer: SourceLayer) -> LayerPlan:
 
 def _blocks(layer: SourceLayer, found: Gguf) -> torch.Tensor:
     """Returns the blocks in the order of the model's rows, uint8 [out, blocks, 17]."""
-    weight, rows = layer.read("weight"), found.blocks.rows
+    weight, rows = layer.hold("weight"), found.blocks.rows
     if rows is not None:
         weight = weight.index_select(0, positions(rows, weight.device))
     return weight.unflatten(1, (-1, _BLOCK_NBYTES))

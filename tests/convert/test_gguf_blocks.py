@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from hfq import CheckpointError, FormatError
-from hfq.checkpoint import Checkpoint
+from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.gguf.header import read_gguf_header
+from hfq.convert.read_layers import read_layers
+from hfq.convert.targets import TARGET_FORMATS
 from tests.convert.test_gguf_file import convert, logits
 from tests.loading.gguf.test_stored_floats import scalars, shape_of
 from tests.support.checkpoint_files import refused, stored_bytes
@@ -29,6 +31,24 @@ def write(tmp_path, kind="Q8_0", **changed):
     }
     write_gguf(folder / "model.gguf", scalars(header), tensors | changed)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"),
+    [("Q8_0", "gptq"), ("Q3_K", "pack-quantized"), ("Q4_0", "gptq_v2"), ("MXFP4", "mxfp4-pack-quantized")],
+)
+def test_blocks_are_read_once_for_a_plan_and_once_for_the_new_tensors(tmp_path, kind, to):
+    checkpoint = Checkpoint.open(write_random_llama(tmp_path, kind, layers=1))
+    reader = Reader(checkpoint)
+    layers = [layer for name, layer in read_layers(checkpoint, {}, reader).items() if ".layers." in name]
+    assert reader.counters.bytes_read == 0
+    plans = [TARGET_FORMATS[to].plan(layer) for layer in layers]
+    nbytes = sum(layer.infos["weight"].nbytes for layer in layers)
+    assert reader.counters.bytes_read == nbytes
+    for plan in plans:
+        for tensor in plan.tensors.values():
+            tensor.values(reader)
+    assert reader.counters.bytes_read == 2 * nbytes
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "IQ4_NL", "MXFP4"])
