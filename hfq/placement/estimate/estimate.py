@@ -90,6 +90,7 @@ class Estimate:
         activations: Bytes of activations.
         work: Work of one step.
         prediction: Predicted times.
+        free_memory: Bytes of host memory for the page cache.
     """
 
     hardware: Hardware
@@ -100,6 +101,7 @@ class Estimate:
     activations: int
     work: Work
     prediction: Prediction
+    free_memory: int
     stored_kv: int = 0
 
     def devices(self, stored_nbytes: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
@@ -159,9 +161,10 @@ def estimate_placement(
     except PlacementError as error:
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
     buffers = _buffers(sizes.units, budget)
-    work = _work(sizes, budget, hardware, workload, buffers.get(budget.main, 0), free_memory)
+    free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
+    work = _work(sizes, budget, workload, buffers.get(budget.main, 0), free)
     prediction = predict(work, profile)
-    return Estimate(hardware, workload, budget, buffers, kv, activations, work, prediction, stored_kv)
+    return Estimate(hardware, workload, budget, buffers, kv, activations, work, prediction, free, stored_kv)
 
 
 def _buffers(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
@@ -195,16 +198,8 @@ def list_stages(
     )
 
 
-def _work(
-    sizes: ModelSizes,
-    budget: Budget,
-    hardware: Hardware,
-    workload: Workload,
-    buffer: int,
-    free_memory: int | None,
-) -> Work:
+def _work(sizes: ModelSizes, budget: Budget, workload: Workload, buffer: int, free_memory: int) -> Work:
     streamed, copied, on_demand = _reads(sizes, budget, workload.batch)
-    free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
     stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
     is_on_cpu = budget.main == "cpu"
     return Work(
@@ -217,7 +212,7 @@ def _work(
         workload.batch,
         sizes.layers,
         stored_nbytes,
-        is_cached=streamed <= free * _SHARE_OF_MEMORY,
+        is_cached=_is_cached(streamed, free_memory),
         is_on_cpu=is_on_cpu,
         calls=sizes.calls,
         stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed),
@@ -231,11 +226,22 @@ def _work(
 def work_of_rows(estimate: Estimate, sizes: ModelSizes, rows: int) -> Work:
     """Returns the work of a pass over this many tokens of one sequence.
 
-    The pass reads the experts that any of its tokens is routed to; counted as if no two shared one.
+    Each token counts its own experts, which is an upper bound.
     """
     streamed, copied, on_demand = _reads(sizes, estimate.budget, rows)
-    copied = 0 if estimate.work.is_on_cpu else copied
-    return replace(estimate.work, rows=rows, streamed=streamed, copied=copied, on_demand=on_demand)
+    return replace(
+        estimate.work,
+        rows=rows,
+        streamed=streamed,
+        copied=0 if estimate.work.is_on_cpu else copied,
+        on_demand=on_demand,
+        is_cached=_is_cached(streamed, estimate.free_memory),
+    )
+
+
+def _is_cached(streamed: int, free_memory: int) -> bool:
+    """Returns True if the bytes that each pass reads from disk stay in the page cache."""
+    return streamed <= free_memory * _SHARE_OF_MEMORY
 
 
 def _reads(sizes: ModelSizes, budget: Budget, rows: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ import pytest
 
 from hfq.errors import SetupError
 from hfq.placement.budget import Unit
-from hfq.placement.estimate.estimate import Workload, estimate_placement
+from hfq.placement.estimate.estimate import Workload, estimate_placement, work_of_rows
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.profile import PUBLISHED
 from hfq.placement.estimate.speculation import ACCEPTANCE_RATES, speculation_costs, tokens_per_pass
@@ -47,6 +47,19 @@ def test_a_pass_reads_experts_for_each_of_its_tokens():
     (many,) = costs(sizes, 100, (0.0,), 140 * MIB)[1]
     offloaded = sum(unit.nbytes for unit in experts if estimate.budget.devices[unit.name] == "disk")
     assert many.per_token_nbytes == whole + offloaded
+
+
+def test_more_tokens_may_read_more_than_the_page_cache_holds():
+    experts = tuple(Unit(f"layers.{i}.experts", 40 * MIB, "experts") for i in range(8))
+    sizes = replace(SIZES, units=UNITS + experts, routed=0.125)
+    hardware, workload = Hardware(cpu=140 * MIB), Workload(1, 16)
+    streamed = estimate_placement(sizes, hardware, workload, PUBLISHED).work.streamed
+    found = estimate_placement(sizes, hardware, workload, PUBLISHED, free_memory=3 * streamed)
+    works = [work_of_rows(found, sizes, rows) for rows in (1, 100)]
+    assert found.work.is_cached
+    assert works[0] == found.work
+    assert works[1].streamed > 1.5 * streamed
+    assert not works[1].is_cached
 
 
 def test_a_rate_is_a_probability():
