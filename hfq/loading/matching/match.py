@@ -73,7 +73,7 @@ class CheckpointMatch:
     resized: dict[str, TensorInfo] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    predicting: list[str] = field(default_factory=list)
+    predicting: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
     def hint(self, name: str, names: Iterable[str]) -> str:
@@ -354,11 +354,11 @@ class _Matcher:
     def _leave(self, info: TensorInfo) -> None:
         """Adds a tensor that has no place in the model; those that predict further tokens are kept."""
         name = info.part_of or info.name
-        if self._names.is_predicting(info.name):
-            self.match.kept.append(name)
-            self.match.predicting.append(name)
-        else:
+        if not self._names.is_predicting(info.name):
             self.match.unused.append(name)
+        elif name not in self.match.predicting:  # the slices of fused experts are one tensor
+            self.match.kept.append(name)
+            self.match.predicting.add(name)
 
     def _add_unquantized(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig
 from hfq.formats.fp8 import Fp8
+from hfq.loading.dry_run import open_model
 from hfq.loading.matching import match
 from hfq.loading.matching.renaming import Names
 from tests.contract.cases import CASES
@@ -81,6 +82,19 @@ def test_tensors_under_mtp_are_left_out_and_saved_again(tensors, tmp_path):
     load_as_is(path).save_pretrained(tmp_path / "saved")
     saved, source = tiny_models.digests(tmp_path / "saved"), tiny_models.digests(path)
     assert {name: saved[name] for name in more} == {name: source[name] for name in more}
+
+
+def test_fused_experts_under_mtp_are_counted_once(tmp_path):
+    case = next(case for case in CASES if case.id == "fp8-block")
+    tensors = tiny_models.model_tensors(case.format)
+    stem = "model.layers.1.mlp.down_proj"
+    fused = {
+        f"mtp.0.mlp.experts.down_proj.{local}": torch.stack([tensors[f"{stem}.{local}"]] * 3)
+        for local in ("weight", "weight_scale_inv")
+    }
+    path = tiny_models.write_model(tmp_path, tensors | fused, case.config)
+    nbytes = sum(tensor.nbytes for tensor in fused.values())
+    assert open_model(path).describe()["mtp_nbytes"] == nbytes
 
 
 @pytest.mark.parametrize(
