@@ -62,15 +62,10 @@ def convert(
 
 def _convert(source: Checkpoint, out: str, to: str, template: Checkpoint | None) -> ConvertReport:
     from hfq.convert import convert_checkpoint
+    from hfq.loading.gguf.conversion import check_template, with_model_config
 
     if source.gguf is not None:
-        from hfq.loading.gguf.conversion import with_model_config
-
         source = with_model_config(source)
-    if template is not None:
-        from hfq.loading.gguf.conversion import check_template
-
-        check_template(source, template)
     total = sum(info.nbytes for info in source.tensors.values())
     with progress_bar(total, is_bytes=True) as bar:
-        return convert_checkpoint(source, out, to, bar.advance, template)
+        return convert_checkpoint(source, out, to, bar.advance, template, check_template)

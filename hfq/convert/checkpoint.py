@@ -27,6 +27,7 @@ from hfq.checkpoint.write_checkpoint import (
     write_folder,
 )
 from hfq.convert.gguf_file import gguf_file
+from hfq.convert.gguf_template import template_header
 from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.read_layers import check_equal, read_layers
 from hfq.convert.targets import TARGET_FORMATS, GgufTarget, Target
@@ -67,6 +68,7 @@ def convert_checkpoint(
     to: str,
     progress: Callable[[int], None] | None = None,
     template: Checkpoint | None = None,
+    check_template: Callable[[Checkpoint, Checkpoint], None] | None = None,
 ) -> ConvertReport:
     """Writes a checkpoint in another format without changing any weight.
 
@@ -83,10 +85,13 @@ def convert_checkpoint(
             calls.
         template: The GGUF file of the same model whose metadata are copied, for `to="gguf"`; None for other
             formats.
+        check_template: `hfq.loading.gguf.conversion.check_template`, which a template requires. It compares
+            the config of the source, which transformers alone can read, with the template.
 
     Raises:
         SetupError: There is no format of this name, the checkpoint is already in this format, or there is a
             template for another format than GGUF or none for GGUF.
+        TypeError: There is a template, and no `check_template`.
         FormatError: The format cannot hold a layer, which the error names, or the checkpoint is not
             quantized.
         CheckpointError: `target` is in use, the disk is full or not writable, the source changed during the
@@ -100,6 +105,11 @@ def convert_checkpoint(
     read = read_layers(source, config, reader)
     layers = {name: layer for name, layer in read.items() if not _is_float(layer)}
     _check_source(variant, layers, config, source)
+    if template is not None:
+        if check_template is None:
+            raise TypeError("A template requires check_template of hfq.loading.gguf.conversion.")
+        template_header(template)
+        check_template(source, template)
     plans = {name: variant.plan(layer) for name, layer in layers.items()}
     tensors = variant.arrange({**_floats(source, read, reader), **_planned(layers, plans)}, source, reader)
     if template is not None:
@@ -182,6 +192,14 @@ def _check_source(
             found="floats",
             fix="Quantize the model with hfq quantize.",
         )
+    if all(variant.is_source(layer.weight_format, method) for layer in layers.values()):
+        raise SetupError(
+            f"The checkpoint is already in format {variant.name}. Nothing was written.",
+            file=source.root,
+            expected="another format",
+            found=next(iter(layers.values())).weight_format.describe(),
+            fix=f"Choose another of {', '.join(TARGET_FORMATS)}.",
+        )
     for name, layer in layers.items():
         if not isinstance(layer.weight_format, variant.sources):
             kinds = " or ".join(cls.name for cls in variant.sources)
@@ -191,14 +209,6 @@ def _check_source(
                 layer.weight_format.describe(),
                 "Quantize the original model again, or keep the checkpoint unchanged.",
             )
-    if all(variant.is_source(layer.weight_format, method) for layer in layers.values()):
-        raise SetupError(
-            f"The checkpoint is already in format {variant.name}. Nothing was written.",
-            file=source.root,
-            expected="another format",
-            found=next(iter(layers.values())).weight_format.describe(),
-            fix=f"Choose another of {', '.join(TARGET_FORMATS)}.",
-        )
     packed = {info.part_of or info.name for layer in layers.values() for info in layer.infos.values()}
     kept = {} if source.gguf is None else source.gguf.kept
     for name, info in (*source.tensors.items(), *kept.items()):

@@ -12,6 +12,7 @@ from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.checkpoint.gguf.header import read_gguf_header
 from hfq.convert import convert_checkpoint
 from hfq.convert.layer_plan import NewTensor
+from hfq.loading.gguf.conversion import check_template
 from tests.contract.cases import CASES
 from tests.loading.gguf.test_saved_files import split
 from tests.support import ggml_library, models, tiny_models
@@ -30,7 +31,9 @@ def logits(path):
 
 def convert(source, target, to, template=None):
     template = None if template is None else Checkpoint.open(template)
-    return convert_checkpoint(Checkpoint.open(source), target, to, template=template)
+    return convert_checkpoint(
+        Checkpoint.open(source), target, to, template=template, check_template=check_template
+    )
 
 
 def stored(path):
@@ -206,11 +209,15 @@ def test_metadata_are_those_of_the_template(tmp_path):
 
 def test_tensors_that_repeat_the_config_are_copied_from_the_template(tmp_path):
     source = write_gptq(tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
     other = write_random_llama(tmp_path / "other", "Q8_0", layers=1)
     factors = torch.full((16,), 2.0).numpy().tobytes()
     keys = read_gguf_header(template(tmp_path)).keys
     scalars = {key: value for key, value in keys.items() if isinstance(value, (int, str))}
     scalars["tokenizer.ggml.tokens"] = ["t"] * 96
+    scalars |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2}
     found = write_gguf(other / "model.gguf", scalars, {"rope_freqs.weight": ("F32", (16,), factors)})
     convert(source, tmp_path / "to", "gguf", found)
     assert stored(tmp_path / "to")["rope_freqs.weight"] == ("F32", factors)

@@ -1,5 +1,7 @@
 """Templates of GGUF files that are not of the model, and tensors that a file cannot hold."""
 
+import json
+
 import pytest
 import torch
 
@@ -48,10 +50,30 @@ def test_a_template_with_weights_of_another_size_is_refused(tmp_path):
 
 def test_gguf_takes_a_template_and_other_formats_take_none(tmp_path):
     source = write_gptq(tmp_path)
-    with refused("takes a template", "--vocab-only", kind=SetupError):
+    with refused("takes a template", "Pass --template FILE.gguf", kind=SetupError):
         convert(source, tmp_path / "to", "gguf")
+    other = template(tmp_path, **{"llama.attention.head_count": 3})
     with refused("takes no template", "Leave out --template", kind=SetupError):
-        convert(source, tmp_path / "to", "gptq_v2", template(tmp_path))
+        convert(source, tmp_path / "to", "gptq_v2", other)
+    with refused("already in format gguf", kind=SetupError):
+        convert(write_model(tmp_path / "gguf", "llama", make_model("llama")), tmp_path / "to", "gguf", other)
+
+
+def test_a_template_is_a_gguf_file_and_agrees_with_the_config(tmp_path):
+    source = write_gptq(tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with refused("template cannot be used", "found: safetensors", kind=FormatError):
+        convert(source, tmp_path / "to", "gguf", source)
+    with refused("template lacks a tensor", kind=FormatError, tensor="rope_freqs.weight"):
+        convert(source, tmp_path / "to", "gguf", template(tmp_path))
+    with pytest.raises(TypeError, match="requires check_template"):
+        convert_checkpoint(
+            Checkpoint.open(source), tmp_path / "to", "gguf", template=Checkpoint.open(template(tmp_path))
+        )
+    assert_nothing_left(tmp_path, "template")
 
 
 def order(g_idx):
@@ -101,5 +123,5 @@ def test_a_norm_that_one_cannot_be_added_to_is_refused(tmp_path):
     small = tiny_models.write_model(tmp_path / "small", tensors, config["quantization_config"])
     (small / "config.json").write_bytes((tmp_path / "packed" / "config.json").read_bytes())
     with refused("one can be added", "would be rounded", kind=FormatError, tensor="output_norm.weight"):
-        convert_checkpoint(Checkpoint.open(small), tmp_path / "to", "gguf", template=Checkpoint.open(source))
+        convert(small, tmp_path / "to", "gguf", source)
     assert not (tmp_path / "to").exists()

@@ -267,6 +267,7 @@ def _keys(model, architecture):
         (part["rope_theta"] for part in (rope.get("full_attention"), rope) if part and "rope_theta" in part),
         None,
     )
+    scaling = rope["rope_type"] if rope.get("rope_type") in ("linear", "yarn") else None
     found = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -275,6 +276,8 @@ def _keys(model, architecture):
         "attention.key_length": getattr(config, "head_dim", None),
         "attention.value_length": getattr(config, "head_dim", None),
         "rope.dimension_count": getattr(config, "head_dim", None),
+        "rope.scaling.type": scaling,
+        "rope.scaling.factor": scaling and float(rope["factor"]),
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
