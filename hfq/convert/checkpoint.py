@@ -174,8 +174,7 @@ def _target(to: str, template: Checkpoint | None) -> Target:
             found="none" if template is None else next(iter(template.headers)),
             fix="Leave out --template."
             if template is not None
-            else "Pass --template FILE.gguf. Any GGUF file of this model will do, also one that "
-            "convert_hf_to_gguf.py --vocab-only of llama.cpp writes.",
+            else "Pass --template FILE.gguf, a GGUF file of this model.",
         )
     return variant
 

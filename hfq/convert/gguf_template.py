@@ -122,6 +122,5 @@ def _unusable(template: Checkpoint, expected: str, found: str) -> FormatError:
         file=next(iter(template.headers)),
         expected=expected,
         found=found,
-        fix="Pass a GGUF file of the same model, also one that convert_hf_to_gguf.py --vocab-only of "
-        "llama.cpp writes.",
+        fix="Pass a GGUF file of this model.",
     )

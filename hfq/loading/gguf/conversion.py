@@ -64,8 +64,7 @@ def check_template(source: Checkpoint, template: Checkpoint) -> None:
             file=next(iter(template.headers)),
             expected=f"the key {key}, because of {wanted} of the config",
             found="no such key",
-            fix="Pass a GGUF file of the same model, also one that convert_hf_to_gguf.py --vocab-only of "
-            "llama.cpp writes.",
+            fix="Pass another GGUF file of this model.",
         )
     for name in _missing_factors(config, template):
         raise FormatError(
@@ -74,7 +73,7 @@ def check_template(source: Checkpoint, template: Checkpoint) -> None:
             tensor=name,
             expected="the factors by which the config scales the frequencies of RoPE",
             found="no such tensor",
-            fix="Pass a GGUF file of the same model that holds its weights.",
+            fix="Pass a GGUF file of this model that holds its weights.",
         )
 
 
