@@ -76,12 +76,13 @@ def check_equal(first: SourceLayer, second: SourceLayer) -> None:
     multiple = math.lcm(first.weight_format.row_multiple, second.weight_format.row_multiple)
     step = max(_PANEL_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
     is_equal = first.size == second.size and _activations(first) == _activations(second)
-    is_blocks = any(isinstance(layer.weight_format, Gguf) for layer in (first, second))
+    kinds = [layer.weight_format for layer in (first, second)]
+    has_one_zero = any(isinstance(kind, Gguf) and kind.type.name == "MXFP4" for kind in kinds)
     for start in range(0, rows if is_equal else 0, step):
         panels = [torch.empty(min(step, rows - start), columns, dtype=torch.float32) for _ in tensors]
         for layer, panel, held in zip((first, second), panels, tensors, strict=True):
             layer.weight_format.dequantize_into(panel, held, start)
-        if is_blocks:
+        if has_one_zero:
             panels = [panel.add_(0.0) for panel in panels]  # ggml's MXFP4 has no negative zero
         is_equal = is_equal and torch.equal(*(panel.view(torch.int32) for panel in panels))
     if not is_equal:

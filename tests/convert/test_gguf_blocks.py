@@ -10,7 +10,7 @@ import torch
 from hfq import CheckpointError, FormatError
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.gguf.header import read_gguf_header
-from hfq.convert.read_layers import read_layers
+from hfq.convert.read_layers import check_equal, read_layers
 from hfq.convert.targets import TARGET_FORMATS
 from tests.convert.test_gguf_file import convert, logits
 from tests.loading.gguf.test_stored_floats import scalars, shape_of
@@ -89,6 +89,20 @@ def test_infinite_scales_and_exponents_that_mean_nan_are_refused(tmp_path):
     with refused("exponents of at most 254", kind=FormatError, tensor=DOWN):
         convert(write(tmp_path, "MXFP4", **changed), tmp_path / "to", "mxfp4-pack-quantized")
     assert_nothing_left(tmp_path)
+
+
+def test_a_zero_of_another_sign_is_a_difference(tmp_path):
+    layers, raw = [], random_blocks("Q8_0", 256 * 16)
+    raw[0] = 0
+    for name, scale in (("plus", 1), ("minus", -1)):
+        raw[0, :2] = np.array([scale], np.float16).view(np.uint8)
+        changed = {"blk.0.ffn_down.weight": ("Q8_0", (256, 512), raw.tobytes())}
+        checkpoint = Checkpoint.open(write(tmp_path / name, **changed))
+        found = read_layers(checkpoint, {}, Reader(checkpoint))
+        layers.append(found[DOWN.removesuffix(".weight")])
+    with refused("differs from the source's", kind=CheckpointError):
+        check_equal(*layers)
+    check_equal(layers[1], layers[1])
 
 
 def test_mxfp4_alone_is_held_by_mxfp4(tmp_path):
