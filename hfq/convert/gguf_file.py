@@ -121,7 +121,10 @@ def _stack_experts(
 
 
 def _stack(parts: Sequence[NewTensor], reader: Reader) -> torch.Tensor:
-    return torch.stack([part.values(reader) for part in parts])
+    stacked = torch.empty((len(parts), *parts[0].shape), dtype=torch_dtype(parts[0].dtype))
+    for place, part in zip(stacked, parts, strict=True):
+        place.copy_(part.values(reader))
+    return stacked
 
 
 def _stored_name(name: str, known: Architecture) -> str:

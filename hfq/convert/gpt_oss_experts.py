@@ -18,6 +18,7 @@ import torch
 
 from hfq.checkpoint import Reader
 from hfq.convert.layer_plan import NewTensor, SourceLayer, refusal
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.mxfp4 import Mxfp4
 
 __all__ = ["fuse_experts", "halves_of"]
@@ -101,6 +102,11 @@ def _fused(rows: list[list[NewTensor]], local: str, reader: Reader) -> NewTensor
 
 def _stack(rows: list[list[NewTensor]], shape: tuple[int, ...], reader: Reader) -> torch.Tensor:
     """Returns the experts [experts, rows, …], of each the rows of its parts in turn."""
-    return torch.stack(
-        [torch.stack([part.values(reader) for part in parts], 1).flatten(0, 1) for parts in rows]
-    ).view(shape)
+    count, first = len(rows[0]), rows[0][0]
+    stacked = torch.empty(
+        (len(rows), first.shape[0], count, *first.shape[1:]), dtype=torch_dtype(first.dtype)
+    )
+    for places, parts in zip(stacked, rows, strict=True):
+        for place, part in zip(places.unbind(1), parts, strict=True):
+            place.copy_(part.values(reader))
+    return stacked.view(shape)
