@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.quality.corpus import Corpus, kept, publish
 from benchmarks.quality.training import CONTEXT, Muon, Training, trained
-from hfq.checkpoint import Checkpoint
+from hfq.checkpoint import Checkpoint, read_header
+from hfq.checkpoint.write_checkpoint import index_file
 
 __all__ = ["ASSISTANT", "MIXTURE", "DraftingModels", "MixtureTraining", "make_models"]
 
@@ -188,18 +189,13 @@ def _as_published(name: str, tensor: torch.Tensor, first: int) -> dict[str, torc
 
 def _save(model: Any, tensors: dict[str, torch.Tensor], made: Path) -> None:
     """Writes a model, and further tensors into a shard of their own."""
-    import json
-
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     model.to(torch.bfloat16).save_pretrained(made)
     if not tensors:
         return
-    single = made / "model.safetensors"
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, made / "further.safetensors")
-    weight_map = dict.fromkeys(load_file(single), "model-main.safetensors") | dict.fromkeys(
-        tensors, "further.safetensors"
-    )
-    single.rename(made / "model-main.safetensors")
-    index = {"metadata": {}, "weight_map": weight_map}
-    (made / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    shards = [made / "model-main.safetensors", made / "further.safetensors"]
+    (made / "model.safetensors").rename(shards[0])
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, shards[1])
+    index = index_file({shard.name: read_header(shard).tensors.values() for shard in shards})
+    (made / index.name).write_bytes(index.head)
