@@ -187,8 +187,8 @@ def _check_source(
         raise FormatError(
             "The checkpoint is not quantized. Nothing was written.",
             file=next(iter(source.headers)),
-            expected="at least one layer of blocks",
-            found="floats",
+            expected="at least one quantized layer",
+            found="only unquantized tensors",
             fix="Quantize the model with hfq quantize.",
         )
     if all(variant.is_source(layer.weight_format, method) for layer in layers.values()):

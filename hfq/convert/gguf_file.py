@@ -201,10 +201,10 @@ def _part(tensor: NewTensor, info: TensorInfo, blocks: Blocks | None, reader: Re
         if not torch.equal(model_values(stored_values(value, blocks), blocks), value):
             raise refusal(
                 info.name,
-                "numbers to which one can be added in float32"
+                "values for which (x + 1) - 1 equals x in float32"
                 if blocks.function == "plus one"
-                else "numbers whose exponential has an exact logarithm in float32",
-                "a number that would be rounded",
+                else "values for which log(exp(x)) equals x in float32",
+                "a value that would be rounded",
                 "Keep the checkpoint unchanged.",
             )
     return Made(info.nbytes, make)

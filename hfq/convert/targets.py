@@ -101,7 +101,7 @@ class _GptqTarget(Target):
         if is_embedding(layer.module):
             raise refusal(
                 layer.module,
-                "an embedding of floats, because readers of GPTQ quantize linear layers alone",
+                "an unquantized embedding, because readers of GPTQ support quantized linear layers only",
                 layer.weight_format.describe(),
                 "Convert to pack-quantized.",
             )

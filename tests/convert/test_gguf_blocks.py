@@ -64,7 +64,7 @@ def test_one_tensor_of_another_type_is_named_before_anything_is_written(tmp_path
 
 def test_a_quantized_embedding_is_refused_for_gptq(tmp_path):
     with refused(
-        "an embedding of floats", "Convert to pack-quantized", tensor="model.embed_tokens", kind=FormatError
+        "an unquantized embedding", "Convert to pack-quantized", tensor="model.embed_tokens", kind=FormatError
     ):
         convert(write(tmp_path), tmp_path / "to", "gptq")
     assert_nothing_left(tmp_path)

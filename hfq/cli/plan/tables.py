@@ -131,7 +131,8 @@ def _speculation(console: Console, costs: list[dict]) -> None:
         accepted, moved = f"{each['acceptance_rate']:.0%}", as_size(each["per_token_nbytes"])
         console.print(
             f"with {each['num_assistant_tokens']} drafted tokens per pass, {accepted} of them accepted: "
-            f"{each['passes_per_token']:.3g} passes and {moved} per token{rate} (without drafting)",
+            f"{each['passes_per_token']:.3g} passes and {moved} per token{rate}, "
+            "not counting the time to draft",
             soft_wrap=True,
         )
 

@@ -43,7 +43,7 @@ def with_model_config(source: Checkpoint) -> Checkpoint:
         stored = json.loads(made.to_json_string())
         stored["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[made.model_type]]
     if stored.get("dtype") is None and stored.get("torch_dtype") is None:
-        stored["dtype"] = "float32"  # of a load of blocks without a request; other files tell another one
+        stored["dtype"] = "float32"  # the dtype in which hfq loads a GGUF file by default
     return dataclasses.replace(source, config=stored)
 
 
