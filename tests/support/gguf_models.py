@@ -267,15 +267,16 @@ def _keys(model, architecture):
         (part["rope_theta"] for part in (rope.get("full_attention"), rope) if part and "rope_theta" in part),
         None,
     )
+    head_dim = getattr(config, "head_dim", None)
     scaling = rope["rope_type"] if rope.get("rope_type") in ("linear", "yarn") else None
     found = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": getattr(config, "intermediate_size", None),
-        "attention.key_length": getattr(config, "head_dim", None),
-        "attention.value_length": getattr(config, "head_dim", None),
-        "rope.dimension_count": getattr(config, "head_dim", None),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim and int(head_dim * rope.get("partial_rotary_factor", 1)),
         "rope.scaling.type": scaling,
         "rope.scaling.factor": scaling and float(rope["factor"]),
         "vocab_size": config.vocab_size,
@@ -296,7 +297,6 @@ def _keys(model, architecture):
             "ssm.state_size": config.linear_key_head_dim,
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
             "full_attention_interval": 2,
-            "rope.dimension_count": config.head_dim // 2,
             "rope.dimension_sections": [3, 3, 2, 0],
         }
     keys = {f"{architecture}.{key}": value for key, value in found.items() if value is not None}

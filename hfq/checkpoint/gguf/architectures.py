@@ -230,7 +230,7 @@ ARCHITECTURES = {
             "blk.N.attn_k_b.weight": "model.layers.N.self_attn.kv_b_proj.k_b",
             "blk.N.attn_v_b.weight": "model.layers.N.self_attn.kv_b_proj.v_b",
         },
-        other_keys=frozenset({"attention.head_count_kv"}),
+        other_keys=frozenset({"attention.head_count_kv", "attention.scale"}),
     ),
     "gpt2": Architecture(
         {

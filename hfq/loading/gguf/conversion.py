@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from hfq.checkpoint import Checkpoint, Reader
@@ -12,6 +13,7 @@ from hfq.loading.gguf.metadata_config import (
     check_metadata,
     check_rope_tensors,
     config_of_gguf,
+    rope_parameters,
     unsaid_rope,
 )
 
@@ -22,6 +24,9 @@ _SCALED = {
     "rope_factors_long.weight": ("longrope", "su"),
 }
 """Types of RoPE whose factors a GGUF file stores, by the name of the tensor."""
+
+_WRITTEN = ("default", "linear", "yarn", "llama3", "longrope", "su")
+"""Types of RoPE that a GGUF file can tell."""
 
 
 def with_model_config(source: Checkpoint) -> Checkpoint:
@@ -51,11 +56,13 @@ def check_template(source: Checkpoint, template: Checkpoint) -> None:
     """Checks that the metadata of a GGUF file do not contradict the config of a checkpoint.
 
     Raises:
-        FormatError: They differ, or the file lacks the base, the scaling, or the factors of RoPE.
+        FormatError: They differ; the file lacks the base, the scaling, or the factors of RoPE; or no file can
+            tell how the model computes RoPE.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source.root)
+    _check_rope_types(config, source)
     check_metadata(config, template)
     check_rope_tensors(config, template, Reader(template))
     for key, wanted in unsaid_rope(config, template):
@@ -75,6 +82,19 @@ def check_template(source: Checkpoint, template: Checkpoint) -> None:
             found="no such tensor",
             fix="Pass a GGUF file of this model that holds its weights.",
         )
+
+
+def _check_rope_types(config: Any, source: Checkpoint) -> None:
+    for found in rope_parameters(config.get_text_config(decoder=True)):
+        kind = found.get("rope_type")
+        if kind is not None and kind not in _WRITTEN:
+            raise FormatError(
+                "No GGUF file can say how this model computes RoPE. Nothing was written.",
+                file=Path(source.root, "config.json"),
+                expected=f"a rope_type of {', '.join(_WRITTEN)}",
+                found=str(kind),
+                fix="Keep the checkpoint unchanged.",
+            )
 
 
 def _missing_factors(config: Any, template: Checkpoint) -> list[str]:

@@ -14,7 +14,7 @@ from hfq.checkpoint.gguf.named_model import GgufModel
 from hfq.errors import FormatError, HfqError, SetupError
 from hfq.modules.flat_buffer import read_tensor
 
-__all__ = ["check_metadata", "check_rope_tensors", "config_of_gguf", "unsaid_rope"]
+__all__ = ["check_metadata", "check_rope_tensors", "config_of_gguf", "rope_parameters", "unsaid_rope"]
 
 _STUB = frozenset({"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"})
 """Keys of a config.json that tells no size."""
@@ -136,7 +136,7 @@ def check_metadata(config: Any, checkpoint: Checkpoint) -> None:
         for key, name, stored, found in _compared(text, model)
         if not _is_close(stored, found)
     ]
-    problems += _rope_problems(text, model)
+    problems += [*_rope_problems(text, model), *_scale_problems(text, model)]
     if text.model_type not in model.known.model_types:
         found = f"model_type of the config is {text.model_type!r}"
         problems.insert(0, f"general.architecture is {model.architecture!r}, and {found}")
@@ -179,7 +179,7 @@ def unsaid_rope(config: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, str]
         checkpoint: The file.
     """
     model = checkpoint.gguf
-    parameters = _rope_parameters(config.get_text_config(decoder=True)) if model is not None else []
+    parameters = rope_parameters(config.get_text_config(decoder=True)) if model is not None else []
     keys, prefix = ({}, "") if model is None else (model.keys, f"{model.architecture}.rope")
     bases = [found["rope_theta"] for found in parameters if found.get("rope_theta") is not None]
     if (
@@ -213,7 +213,7 @@ def _is_close(stored: Any, found: Any) -> bool:
     return stored == found
 
 
-def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
     """Returns the parameters of RoPE; several if layers differ."""
     found = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in found.values() if isinstance(value, Mapping)]
@@ -221,8 +221,12 @@ def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
 
 
 def _rope_problems(config: Any, model: GgufModel) -> list[str]:
-    prefix, parameters = f"{model.architecture}.rope", _rope_parameters(config)
+    prefix, parameters = f"{model.architecture}.rope", rope_parameters(config)
     problems = []
+    count = model.keys.get(f"{prefix}.dimension_count")
+    counts = sorted({int(_head_dim(config) * found.get("partial_rotary_factor", 1)) for found in parameters})
+    if count is not None and count not in counts:
+        problems.append(f"{prefix}.dimension_count is {count!r}, and the config rotates {counts[0]} channels")
     base = model.keys.get(f"{prefix}.freq_base")
     bases = [found["rope_theta"] for found in parameters if found.get("rope_theta") is not None]
     if base is not None and bases and not any(_is_close(base, found) for found in bases):
@@ -240,11 +244,26 @@ def _rope_problems(config: Any, model: GgufModel) -> list[str]:
     return problems
 
 
+def _scale_problems(config: Any, model: GgufModel) -> Iterator[str]:
+    """Yields a problem if the file scales products of queries and keys by another factor."""
+    key = f"{model.architecture}.attention.scale"
+    stored = model.keys.get(key)
+    if not stored or "attention.scale" in model.known.other_keys:  # 0 means the usual factor
+        return
+    found = (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5
+    if not _is_close(stored, found):
+        yield f"{key} is {stored!r}, and the config scales by {found:g}"
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _rope_factors(config: Any, name: str) -> torch.Tensor | None:
     """Returns the factors by which a config scales frequencies of RoPE; None for no factors."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = next((found for found in _rope_parameters(config) if found.get("rope_type")), {})
+    parameters = next((found for found in rope_parameters(config) if found.get("rope_type")), {})
     if name != "rope_freqs.weight":
         factors = parameters.get("long_factor" if "long" in name else "short_factor")
         return None if factors is None else torch.tensor(factors, dtype=torch.float32)

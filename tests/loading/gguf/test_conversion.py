@@ -84,6 +84,37 @@ def test_factors_of_rope_that_the_template_lacks_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rope.dimension_count", 16, "the config rotates 32 channels"),
+        ("attention.scale", 0.25, "the config scales by 0.176777"),
+    ],
+)
+def test_a_template_of_another_attention_is_refused(tmp_path, key, value, words):
+    source = write_model(tmp_path / "source", "llama", make_model("llama"))
+    convert_checkpoint(Checkpoint.open(source), tmp_path / "packed", "pack-quantized")
+    known = Checkpoint.open(source).gguf.keys
+    keys = {name: known[name] for name in known if isinstance(known[name], (int, str))}
+    found = [
+        Checkpoint.open(write_gguf(tmp_path / f"{number}.gguf", keys | {f"llama.{key}": told}, {}))
+        for number, told in enumerate((value, {16: 32, 0.25: 32**-0.5}[value]))
+    ]
+    packed = Checkpoint.open(tmp_path / "packed")
+    check_template(packed, found[1])
+    with refused("contradicts the GGUF file", f"llama.{key} is {value}", words, kind=FormatError):
+        check_template(packed, found[0])
+
+
+def test_a_type_of_rope_that_no_file_can_tell_is_refused(tmp_path):
+    source = write_model(tmp_path / "source", "llama", make_model("llama"))
+    convert_checkpoint(Checkpoint.open(source), tmp_path / "packed", "pack-quantized")
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    rewrite(tmp_path / "packed", rope_parameters=rope)
+    with refused("how this model computes RoPE", "found: dynamic", kind=FormatError):
+        check_template(Checkpoint.open(tmp_path / "packed"), Checkpoint.open(source))
+
+
+@pytest.mark.parametrize(
     ("rope", "told", "key"),
     [
         ({"rope_type": "linear", "factor": 4.0}, {}, "scaling.type"),
