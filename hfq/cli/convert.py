@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfq.cli.model_argument import Model, Out, Revision, model_folder
+from hfq.cli.model_argument import Model, Out, Revision, model_folder, model_headers
 from hfq.cli.progress_bar import progress_bar
 from hfq.cli.push_to_hub import Private, PushToHub, Upload
 from hfq.tables import as_size
@@ -33,7 +36,10 @@ def convert(
     ],
     template: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="GGUF file of the same model, whose metadata --to gguf copies."),
+        typer.Option(
+            metavar="FILE",
+            help="GGUF file of the same model, or its Hub id, whose metadata --to gguf copies.",
+        ),
     ] = None,
     revision: Revision = None,
     push_to_hub: PushToHub = None,
@@ -45,7 +51,8 @@ def convert(
 
     source = Checkpoint.open(model_folder(model, revision))
     upload = Upload(push_to_hub, private, model)
-    report = _convert(source, out, to, None if template is None else Checkpoint.open(model_folder(template)))
+    with _opened(template) as opened:
+        report = _convert(source, out, to, opened)
     url = upload.finish(out)
     if as_json:
         print(json.dumps({"path": out, "url": url, "to": to, **asdict(report)}, indent=2))
@@ -58,6 +65,25 @@ def convert(
         print(f"not copied: {', '.join(map(ascii, report.left_out))}")
     if url is not None:
         print(f"uploaded to {url}")
+
+
+@contextlib.contextmanager
+def _opened(template: str | None) -> Iterator[Checkpoint | None]:
+    """Yields a template; one on the Hub is downloaded only if tensors are copied from it."""
+    from hfq.checkpoint import Checkpoint
+    from hfq.checkpoint.index import split_gguf_path
+
+    if template is None:
+        yield None
+        return
+    with model_headers(template) as found:
+        opened = Checkpoint.open(found.folder)
+        if found.commit is None or opened.gguf is None or not opened.gguf.checked:
+            yield opened
+            return
+    repo, named = split_gguf_path(template)
+    file = named or Path(next(iter(opened.headers))).relative_to(opened.root).as_posix()
+    yield Checkpoint.open(model_folder(f"{repo}/{file}", found.commit))
 
 
 def _convert(source: Checkpoint, out: str, to: str, template: Checkpoint | None) -> ConvertReport:

@@ -174,7 +174,7 @@ def _target(to: str, template: Checkpoint | None) -> Target:
             found="none" if template is None else next(iter(template.headers)),
             fix="Leave out --template."
             if template is not None
-            else "Pass --template FILE.gguf, a GGUF file of this model.",
+            else "Pass --template FILE.gguf, a GGUF file of this model or its id on the Hub.",
         )
     return variant
 

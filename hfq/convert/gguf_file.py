@@ -79,7 +79,7 @@ def gguf_file(
             else _part(tensors[stored[name]], info, named[stored[name]].blocks, reader)
         )
         parts.append(_constant(memoryview(bytes(-info.nbytes % alignment))))
-    return NewFile(_FILE, _head(template, header, infos, alignment), tuple(parts))
+    return NewFile(_FILE, _head(header, infos, alignment), tuple(parts))
 
 
 def _constant(raw: memoryview) -> Made:
@@ -219,7 +219,7 @@ def _with_columns(value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return torch.empty_like(grouped).index_copy_(1, order[:: kind.size] // kind.size, grouped).flatten(1)
 
 
-def _head(template: Checkpoint, header: GgufHeader, infos: Mapping[str, TensorInfo], alignment: int) -> bytes:
+def _head(header: GgufHeader, infos: Mapping[str, TensorInfo], alignment: int) -> bytes:
     """Returns the header of the file: metadata, and an entry for each tensor."""
     types = Counter[str]()
     described, end = b"", 0
@@ -232,6 +232,6 @@ def _head(template: Checkpoint, header: GgufHeader, infos: Mapping[str, TensorIn
         described += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, _TYPE_NUMBERS[kind], end)
         end += -(-info.nbytes // alignment) * alignment
         types[kind] += info.nbytes
-    entries = metadata_entries(template, header, max(types, key=types.__getitem__))
+    entries = metadata_entries(header, max(types, key=types.__getitem__))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(entries)) + b"".join(entries) + described
     return head + bytes(-len(head) % alignment)

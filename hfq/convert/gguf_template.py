@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Mapping
 
-from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from hfq.checkpoint.gguf.block_types import block_type
 from hfq.checkpoint.gguf.header import GgufArray, GgufHeader
 from hfq.checkpoint.gguf.layouts import integer_key
+from hfq.checkpoint.reader import changed
+from hfq.checkpoint.small_file import open_regular
 from hfq.convert.layer_plan import NewTensor
 from hfq.errors import FormatError
 from hfq.tensor_spec import TensorInfo
@@ -75,20 +78,26 @@ def check_model(
         raise _unusable(template, f"metadata of {len(numbers)} layers", f"{count} layers")
 
 
-def metadata_entries(template: Checkpoint, header: GgufHeader, most: str) -> list[bytes]:
+def metadata_entries(header: GgufHeader, most: str) -> list[bytes]:
     """Returns the entries of the metadata of a new file.
 
     Args:
-        template: The template.
-        header: Its header with the metadata.
+        header: The header of the template with the metadata.
         most: The type of most bytes of the new file.
+
+    Raises:
+        CheckpointError: The template changed since its header was read.
     """
-    reader, entries = Reader(template), []
-    for key, source in header.entries.items():
-        if not _OWN_KEYS.match(key):
-            raw = bytearray(source.nbytes)
-            reader.read_into(source, memoryview(raw))
-            entries.append(bytes(raw))
+    entries = []
+    with open_regular(header.file) as stream:  # a Reader refuses files with a header and no weights
+        status = os.fstat(stream.fileno())
+        found = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if found != header.identity:
+            raise changed(header.file, str(header.identity), str(found))
+        for key, source in header.entries.items():
+            if not _OWN_KEYS.match(key):
+                stream.seek(source.offset)
+                entries.append(stream.read(source.nbytes))
     for key, value in (
         ("general.file_type", _FILE_TYPES[most]),
         ("general.quantization_version", _QUANTIZATION_VERSION),

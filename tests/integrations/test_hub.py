@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import hfq
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.gguf.header import read_gguf_header
 from hfq.checkpoint.header import HeaderLimits
 from hfq.checkpoint.headers_only import MARKER, HeadersOnlyCheckpoint
 from hfq.cli.main import app
@@ -26,8 +27,9 @@ from hfq.integrations.hub.download import small_file
 from hfq.integrations.hub.find import find_checkpoint, headers_cache, is_hub_id
 from hfq.tensor_spec import ByteRange
 from tests.support import tiny_models
+from tests.support.checkpoint_files import stored_bytes
 from tests.support.fake_hub import FakeHub, running
-from tests.support.gguf_models import write_random_llama
+from tests.support.gguf_models import make_model, write_model, write_random_llama
 from tests.support.models import logits
 
 TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}
@@ -356,6 +358,26 @@ def test_a_gguf_file_is_planned_from_its_header(gguf_models, verb):
     with find_checkpoint("gguf/bare/folder/model.gguf") as found:
         opened = Checkpoint.open(found.folder)
         assert (opened.config, len(opened.tensors)) == ({}, 21)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_factors"), [("gguf/one", False), ("gguf/one", True), ("gguf/one/folder/model.gguf", True)]
+)
+def test_a_template_is_downloaded_only_if_tensors_are_copied_from_it(hub, tmp_path, name, has_factors):
+    model, extra = make_model("llama"), {}
+    if has_factors:
+        rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+        model = make_model("llama", rope_parameters=rope)
+        extra["rope_freqs.weight"] = ("F32", (16,), torch.full((16,), 2.0).numpy().tobytes())
+    source = write_model(tmp_path / "one" / "folder", "llama", model, extra=extra)
+    hub.models["gguf/one"] = source if name == "gguf/one" else source.parent
+    run("convert", source, str(tmp_path / "packed"), "--to", "pack-quantized")
+    run("convert", tmp_path / "packed", str(tmp_path / "back"), "--to", "gguf", "--template", name)
+    headers = [read_gguf_header(folder / "model.gguf") for folder in (source, tmp_path / "back")]
+    found, expected = ({name: stored_bytes(info) for name, info in each.tensors.items()} for each in headers)
+    assert found == expected
+    assert ("rope_freqs.weight" in found) is has_factors
+    assert (hub.sent < (source / "model.gguf").stat().st_size) is not has_factors
 
 
 def test_one_of_several_gguf_files_must_be_named(gguf_models):
