@@ -39,6 +39,9 @@ _COMPARED = {
 _SCALED = {"linear": ("linear",), "yarn": ("yarn",), "longrope": ("longrope", "su")}
 """Types of RoPE in config.json, by `rope.scaling.type`."""
 
+_SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+"""Parameters of RoPE in config.json, by key of `rope.scaling`."""
+
 _DEFAULT_BASE = 10000.0
 """The base of RoPE of files that tell none."""
 
@@ -231,16 +234,19 @@ def _rope_problems(config: Any, model: GgufModel) -> list[str]:
     bases = [found["rope_theta"] for found in parameters if found.get("rope_theta") is not None]
     if base is not None and bases and not any(_is_close(base, found) for found in bases):
         problems.append(f"{prefix}.freq_base is {base!r}, and rope_theta of the config is {bases[0]!r}")
-    kind, factor = model.keys.get(f"{prefix}.scaling.type"), model.keys.get(f"{prefix}.scaling.factor")
+    kind = model.keys.get(f"{prefix}.scaling.type")
     if kind in (None, "none"):
         return problems
     scaled = [found for found in parameters if found.get("rope_type") in _SCALED.get(str(kind), ())]
     if not scaled:
         types = ", ".join(sorted({str(found.get("rope_type")) for found in parameters}))
         problems.append(f"{prefix}.scaling.type is {kind!r}, and rope_type of the config is {types}")
-    factors = [found["factor"] for found in scaled if found.get("factor") is not None]
-    if factor is not None and factors and not any(_is_close(factor, found) for found in factors):
-        problems.append(f"{prefix}.scaling.factor is {factor!r}, and factor of the config is {factors[0]!r}")
+    for key, name in _SCALING.items():
+        stored = model.keys.get(f"{prefix}.scaling.{key}")
+        values = [found[name] for found in scaled if found.get(name) is not None]
+        if stored is not None and values and not any(_is_close(stored, found) for found in values):
+            told = f"{name} of the config is {values[0]!r}"
+            problems.append(f"{prefix}.scaling.{key} is {stored!r}, and {told}")
     return problems
 
 

@@ -88,6 +88,17 @@ def test_another_factor_is_refused(tmp_path):
         load(folder)
 
 
+def test_another_original_length_is_refused(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    model = make_model("llama", rope_parameters=rope | {"original_max_position_embeddings": 16})
+    key = "llama.rope.scaling.original_context_length"
+    load(write_model(tmp_path / "same", "llama", model, metadata={key: 16}))
+    folder = write_model(tmp_path / "other", "llama", model, metadata={key: 32})
+    words = f"{key} is 32, and original_max_position_embeddings of the config is 16"
+    with refused(words, kind=FormatError):
+        load(folder)
+
+
 def test_metadata_that_repeat_the_config_are_no_error(tmp_path):
     keys = {
         "gemma2.attn_logit_softcapping": 50.0,
