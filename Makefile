@@ -76,7 +76,7 @@ exhaustive: $(VENV)/.installed  ## run the tests of many alike cases that .ci/ru
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[compiler]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'exhaustive and not gpu and not peers' tests/kernels tests/regressions tests/benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'accelerator and slow' tests/accelerator
-	if test -x .venv-triton/bin/python; then .venv-triton/bin/python -m pytest -n 2 -m 'every_dialect and not gpu' tests/contract/test_contract_triton.py; fi
+	if test -x .venv-triton/bin/python; then .venv-triton/bin/python -m pytest -n 2 -m '(every_dialect or exhaustive) and not gpu' tests/contract/test_contract_triton.py tests/kernels/cuda; fi
 
 stress: $(VENV)/.installed  ## load in many processes, kill saves and quantizations, count descriptors; writes the table of SECURITY.md
 	echo "Loading, killing and counting (about 10 minutes); the table goes to SECURITY.md"

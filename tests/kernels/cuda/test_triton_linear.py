@@ -129,12 +129,27 @@ def test_equal_calls_give_equal_bits():
     assert torch.equal(first, triton_linear.linear(activations, tensors, weight_format))
 
 
-@pytest.mark.parametrize("name", ["w4 g32", "awq g32", "nf4 double-quantized", "fp8 blocks"])
-def test_products_are_the_same_however_a_held_layer_is_launched(name):
+COUNTS = (1, 2, 3, 4, 5, 16, 17, 33, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("w4 g32", COUNTS),
+        ("awq g32", (1, 3, 33)),
+        ("nf4 double-quantized", (4, 17)),
+        ("fp8 blocks", (2, 5)),
+        *(
+            pytest.param(name, COUNTS, marks=pytest.mark.exhaustive, id=f"{name}, all counts")
+            for name in ("awq g32", "nf4 double-quantized", "fp8 blocks")
+        ),
+    ],
+)
+def test_products_are_the_same_however_a_held_layer_is_launched(name, counts):
     weight_format, tensors = made(name)
     held = LayerTensors(tensors)
     in_features = weight_format.shape(tensors)[1]
-    for count in (1, 2, 3, 4, 5, 16, 17, 33, 64):
+    for count in counts:
         rows = random_rows(count, in_features, torch.bfloat16)
         expected = triton_linear.linear(rows, tensors, weight_format)
         assert torch.equal(triton_linear.linear(rows, held, weight_format), expected)
