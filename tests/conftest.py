@@ -43,17 +43,19 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def emulated(compiled, tmp_path_factory):
-    """Same as `compiled`, with plain C++ instead of AVX-512 and AMX tiles, for any machine."""
+    """Same as `compiled`, with plain C++ instead of AVX-512 and AMX tiles, for any machine.
+
+    One test process builds it for all of them.
+    """
     import subprocess
 
     from hfq.kernels.cpp import build, library
+    from tests.support.zero_launch import once, shared_folder
 
-    made = tmp_path_factory.mktemp("emulated") / "kernels.so"
+    made = shared_folder(tmp_path_factory) / "emulated.so"
     flags = [flag for flag in build.FLAGS if flag != "-O2"]
-    subprocess.run(
-        [*build.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(build.SOURCE), "-o", str(made)],
-        check=True,
-    )
+    command = [*build.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(build.SOURCE), "-o", str(made)]
+    once(tmp_path_factory, "emulated", lambda: subprocess.run(command, check=True).args)
     return library.load(made)
 
 

@@ -283,27 +283,24 @@ def test_dot_products_and_tiles_round_any_number_of_rows(integers, monkeypatch):
     assert int8.linear(random_rows(200, 99), tensors, weight_format, TOKEN).shape == (200, 37)
 
 
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """The kernels, with plain arrays instead of AVX-512 and AMX."""
+    made = tmp_path_factory.mktemp("emulated") / "emulated.so"
+    flags = [flag for flag in building.FLAGS if flag != "-O2"]
+    source = str(compiled_int8.SOURCE)
+    subprocess.run(
+        [*building.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, source, "-o", str(made)], check=True
+    )
+    return compiled_int8._declared(ctypes.CDLL(str(made)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [Engine.DOTS, Engine.TILES])
 def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(
-    integers, engine, tmp_path, monkeypatch
+    integers, emulated, engine, monkeypatch
 ):
-    """Emulates AVX-512 and AMX with plain arrays; expected results are computed without them."""
-    made = tmp_path / "emulated.so"
-    flags = [flag for flag in building.FLAGS if flag != "-O2"]
-    subprocess.run(
-        [
-            *building.find_compiler(),
-            "-DHFQ_EMULATE",
-            "-O1",
-            *flags,
-            str(compiled_int8.SOURCE),
-            "-o",
-            str(made),
-        ],
-        check=True,
-    )
-    emulated = compiled_int8._declared(ctypes.CDLL(str(made)))
+    """Expected results are computed without them."""
     monkeypatch.setattr(compiled_int8, "_library", lambda: emulated)
     monkeypatch.setattr(int8, "takes_any_rows", lambda: True)
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
