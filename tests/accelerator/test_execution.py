@@ -39,3 +39,26 @@ def test_layers_on_the_cpu_compute_there_if_asked(sim, rule):
 
 def test_layers_on_the_cpu_compute_on_the_accelerator_unless_asked(sim):
     assert all(linear.on_cpu is None for linear in linears(load(GPTQ, MAP)))
+
+
+def test_operators_that_are_called_again_give_what_the_cpu_gives(sim):
+    """The simulation computes shapes once for arguments that look the same."""
+
+    def results(device: str) -> list[torch.Tensor]:
+        ones, whole = torch.ones(2, 3, device=device), torch.arange(6, device=device).view(2, 3)
+        double = torch.tensor(2.0, dtype=torch.float64)
+        found = [whole / 2, whole / 2.5, ones * double, ones * double.to(device), ones[0, 0] * double]
+        found += [whole.sum(0), whole.sum(1), whole.t() + 1, whole.t().float() @ whole.float()]
+        found += [torch.cat([whole, whole]), torch.cat([whole]), *ones.split(1), *ones.split([1, 2], 1)]
+        found += [ones[:, None], ones.expand(4, 2, 3), ones[torch.tensor([1, 0, 1])], ones[whole > 2]]
+        return [*found, ones.half().add_(1), whole.clone().mul_(3).unsqueeze_(0)]
+
+    kept = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            for own, expected in zip(results("sim:0"), results("cpu"), strict=True):
+                assert (own.dtype, own.stride()) == (expected.dtype, expected.stride())
+                assert torch.equal(own.cpu(), expected)
+    finally:
+        torch.set_default_dtype(kept)

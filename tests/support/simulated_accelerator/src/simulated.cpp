@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include "memory.h"
+#include "shapes.h"
 
 namespace simulated {
 
@@ -334,6 +335,22 @@ Tensor as_meta(const Tensor& tensor) {
                    : at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
+// Returns the results of an operator on `meta`, or nothing if it has no kernel there.
+std::optional<Values> compute_shapes(const c10::OperatorHandle& op, const Values& arguments) {
+  torch::jit::Stack shapes;
+  for (const IValue& value : arguments)
+    shapes.push_back(value.isDevice() ? IValue(c10::Device(at::kMeta)) : each_tensor(value, as_meta));
+  try {
+    op.callBoxed(&shapes);
+    return shapes;
+  } catch (const std::exception& error) {
+    if (std::getenv("SIMULATED_VERBOSE"))
+      fprintf(stderr, "simulated accelerator: %s is not queued: %s\n", op.schema().name().c_str(),
+              error.what());
+    return {};
+  }
+}
+
 // Returns the argument that a result aliases, or nullptr for a new tensor.
 const c10::Argument* shared_with(const c10::FunctionSchema& schema, const c10::Argument& result,
                                  size_t& index) {
@@ -384,17 +401,9 @@ void run_by_cpu(const c10::OperatorHandle& asked, torch::jit::Stack* stack) {
   std::vector<IValue> results;
   bool can_queue = has_tensors && is_queued(op);
   if (can_queue) {
-    torch::jit::Stack shapes;
-    for (const IValue& value : arguments)
-      shapes.push_back(value.isDevice() ? IValue(c10::Device(at::kMeta)) : each_tensor(value, as_meta));
-    try {
-      op.callBoxed(&shapes);
-      results = std::move(shapes);
-    } catch (const std::exception& error) {
-      if (std::getenv("SIMULATED_VERBOSE"))
-        fprintf(stderr, "simulated accelerator: %s is not queued: %s\n", name.c_str(), error.what());
-      can_queue = false;
-    }
+    auto shapes = shapes_of(op, arguments, [&] { return compute_shapes(op, arguments); });
+    can_queue = shapes.has_value();
+    if (can_queue) results = std::move(*shapes);
   }
   Uses uses;
   torch::jit::Stack inputs;
