@@ -12,7 +12,8 @@ import setuptools
 __all__ = ["ROOT", "copied", "pip", "setup_arguments"]
 
 ROOT = Path(__file__).parents[2]
-_NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", "build", "*.egg-info")
+_BUILT = ("build", "dist", "hfq-*", "*.egg-info")  # comes and goes while an sdist is built
+_NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", *_BUILT)
 
 
 def setup_arguments(monkeypatch: Any) -> dict[str, Any]:
