@@ -12,10 +12,12 @@ import runpy
 import sys
 import traceback
 
-import huggingface_hub  # noqa: F401
+import huggingface_hub.hf_api  # noqa: F401
+import jinja2  # noqa: F401
 import safetensors.torch  # noqa: F401
 import tokenizers  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed.tensor
 import torch.export
 
