@@ -1,5 +1,6 @@
 """Tests of QMoE's dictionary: its digest, its entries, and rows against loops."""
 
+import functools
 import hashlib
 from collections import Counter
 
@@ -25,6 +26,11 @@ def entries() -> list[tuple[int, ...]]:
         assert not any(pairs[length:])
         found.append(pairs[:length])
     return found
+
+
+@functools.cache
+def codes_by_entry() -> dict[tuple, int]:
+    return {entry: code for code, entry in enumerate(entries())}
 
 
 def test_the_words_have_the_digest_of_the_source():
@@ -54,7 +60,7 @@ def test_rows_are_encoded_as_by_loops_and_decoded_again(columns, zeros):
     symbols *= torch.rand(6, columns, generator=generator) >= zeros
     codes, offsets = encode_rows(symbols)
     assert (codes.dtype, offsets.dtype) == (torch.int16, torch.int32)
-    code_of = {entry: code for code, entry in enumerate(entries())}
+    code_of = codes_by_entry()
     expected, ends = list[int](), [0]
     for row in symbols.tolist():
         row = row + [0] * (columns % 2)
