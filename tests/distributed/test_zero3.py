@@ -1,12 +1,12 @@
 """Tests that models under ZeRO-3 are bit-identical to unsharded models.
 
-The `deepspeed` command runs two CPU ranks.
+Two CPU ranks are forks of one process; tests/configs/test_launches.py runs the `deepspeed` command.
 """
 
 import pytest
 
 from tests.support import tiny_models
-from tests.support.zero_launch import DEEPSPEED, check_exact, launch, once, shared_folder
+from tests.support.zero_launch import check_exact, launch, once, shared_folder
 from tests.support.zero_models import write_format, write_mixtral, write_own_code, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -102,7 +102,7 @@ def results(folder, sources, run, tmp_path_factory):
         },
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "shard_device": "none", "trains": True},
     ]
-    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2, command=DEEPSPEED))
+    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2))
 
 
 @pytest.mark.parametrize("case", ["none", "cpu", "int8 on cpu", "tied", "reads weights"])

@@ -18,9 +18,6 @@ WORKER = ROOT / "tests" / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
-DEEPSPEED = (str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port")
-
-
 def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
