@@ -127,9 +127,10 @@ def page_text(path: Path) -> Iterator[tuple[int, str]]:
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the docstrings of a module without names of arguments, as they are in the file."""
     source = path.read_text(encoding="utf-8")
+    lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and _is_text(node.value):
-            text = FENCE.sub(_blank, ast.get_source_segment(source, node) or "")
+            text = FENCE.sub(_blank, "\n".join(lines[node.lineno - 1 : node.end_lineno]))
             yield node.lineno, ARGUMENT.sub(_blank, text)
 
 
@@ -148,7 +149,7 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the retired words of string literals that have a space and are no docstrings."""
     source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
+    tree, lines = ast.parse(source), source.splitlines()
     skipped = {
         id(part)
         for node in ast.walk(tree)
@@ -164,8 +165,8 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
         else:
             continue
         if " " in text.strip():
-            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-            yield from _by_line(" ".join(text.split()), lines, node.lineno)
+            own = lines[node.lineno - 1 : node.end_lineno]
+            yield from _by_line(" ".join(text.split()), own, node.lineno)
 
 
 def _is_text(node: ast.AST) -> bool:
