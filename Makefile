@@ -15,8 +15,8 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -c 'import hfq.integrations, transformers.models.llama.modeling_llama'  # compiles what is used, and once
 	touch $@
 
-demo: $(VENV)/.installed  ## create the environment, install, and run the main job on a small real model
-	echo "Running hfq demo: a model on less memory than it needs"
+demo: $(VENV)/.installed  ## create the environment, install, and run a model of 1 GB at a memory limit that it exceeds
+	echo "Running hfq demo: a model of 1 GB at a memory limit that it exceeds"
 	$(BIN)/hfq demo
 
 test: $(VENV)/.installed  ## install what is needed and run the fast suite

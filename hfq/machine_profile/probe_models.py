@@ -22,12 +22,14 @@ from hfq.errors import CheckpointError, SetupError
 from hfq.tensor_spec import DTYPE_BITS
 
 __all__ = [
+    "FP8",
     "GPTQ4",
     "GROUP",
     "Architecture",
     "Draw",
     "Planned",
     "WeightLayout",
+    "architecture_of_size",
     "check_space",
     "draw_bf16",
     "draw_scales",
@@ -128,6 +130,29 @@ class Architecture:
             for local in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"model.layers.{layer}.{local}.weight"] = norm(size)
         return tensors | {"model.norm.weight": norm(size), "lm_head.weight": table}
+
+
+def architecture_of_size(nbytes: float, weights: WeightLayout) -> Architecture:
+    """Returns the widest architecture with at least 8 layers in `nbytes` of a layout.
+
+    The hidden size is at most 2048.
+
+    Raises:
+        SetupError: `nbytes` is too small for such a model.
+    """
+    for hidden in (2048, 1024, 512, 256, 128):
+        empty, one = (
+            sum(t.nbytes for t in Architecture(hidden, layers).tensors(weights).values()) for layers in (0, 1)
+        )
+        layers = round((nbytes - empty) / (one - empty))
+        if layers >= 8:
+            return Architecture(hidden, layers)
+    raise SetupError(
+        "The size is too small for a model to measure with.",
+        expected=f"at least {empty + 8 * (one - empty):,} bytes",
+        found=f"{nbytes:,.0f} bytes",
+        fix="Pass a larger --size.",
+    )
 
 
 def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLayout) -> Path:
@@ -280,3 +305,29 @@ GPTQ4 = WeightLayout(
     _gptq,
 )
 """GPTQ v1 with 4-bit codes."""
+
+
+def _e4m3(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draws codes whose values are below 2, so that none is NaN."""
+    return generator.integers(0, 256, shape, np.uint8) & 0xBF
+
+
+def _fp8(rows: int, columns: int) -> dict[str, Planned]:
+    grid = -(-rows // GROUP), -(-columns // GROUP)
+    return {
+        "weight": Planned("F8_E4M3", (rows, columns), _e4m3),
+        "weight_scale_inv": Planned("F32", grid, draw_scales(0.034, np.float32)),
+    }
+
+
+FP8 = WeightLayout(
+    "fp8",
+    {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [GROUP, GROUP],
+        "activation_scheme": "dynamic",
+    },
+    _fp8,
+)
+"""Fine-grained FP8 with blocks of 128 × 128."""

@@ -92,19 +92,3 @@ def test_a_wrong_path_is_an_error_without_a_traceback(tmp_path):
     assert "CheckpointError: There is no checkpoint at this path." in done.stderr
     assert "Fix:" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_the_demo_is_exact_and_prints_its_table():
-    done = run("demo", "--folder", str(tiny_models.DATA), "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(done.stdout)["measurements"]
-    assert [row["placement"] for row in rows] == [
-        *("resident", "half on disk", "all on disk") * 2,
-        "plain transformers",
-    ]
-    assert all(row["bit_equal"] for row in rows[:-1])
-    assert len({row["perplexity"] for row in rows[:3]}) == len({row["perplexity"] for row in rows[3:6]}) == 1
-    gptq, fp8, dense = (rows[index]["perplexity"] for index in (0, 3, 6))
-    assert dense < fp8 < gptq < dense * 1.03  # measured: 33.18, 33.25, 33.59
-    assert rows[2]["resident_nbytes"] == 0

@@ -72,7 +72,7 @@ OPTIONS = {
         "A B --revision-a --revision-b --device-map-a --device-map-b --text --logits --trust-remote-code --json"
     ),
     "plot": "FILE... --output-dir --html",
-    "demo": "--folder --json",
+    "demo": "--size --folder --json",
     "launch": f"PROGRAM... {LOAD_OPTIONS}",
     "chat": f"MODEL ARGS... {LOAD_OPTIONS}",
     "serve": f"MODEL ARGS... {LOAD_OPTIONS}",

@@ -1,153 +1,154 @@
-"""`hfq demo`: runs a small model in three placements and compares logits, memory, and speed."""
+"""`hfq demo`: runs a model at a memory limit that plain transformers exceeds."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-from importlib import import_module
+import os
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from hfq.cli.demo.limited_process import run_limited
 from hfq.cli.fitting_table import FittingTable
 from hfq.cli.progress_bar import ProgressBar, progress_bar
-from hfq.errors import CheckpointError, SetupError
+from hfq.errors import SetupError
+from hfq.tables import as_size
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+__all__ = ["demo", "run_all"]
 
-__all__ = ["demo"]
+_LEAST_SIZE = 100_000_000
+_LIBRARIES = 100_000_000  # of a run: activations, threads, and pages of libraries
+_NEEDED = 3, 500_000_000  # for plain transformers without a limit: sizes of the model, and bytes for all else
 
-PLACEMENTS = ("resident", "half on disk", "all on disk")
-_MEASURE = "hfq.cli.demo.measure"
+RUNS = (("plain transformers", True), ("hfq", True), ("plain transformers", False), ("hfq", False))
+"""Tool of each run, and whether its memory is limited. The last one is the reference."""
 
 
 def demo(
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of the model's files.")] = "1GB",
     folder: Annotated[
-        Path, typer.Option(help="Folder with tiny-llama, tiny-llama-gptq, and tiny-llama-fp8.")
-    ] = Path("tests/data"),
+        Path | None,
+        typer.Option(help="Folder for the model, which is deleted afterwards (default: user cache)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Runs a GPTQ and an FP8 checkpoint in memory, half on disk, and all on disk."""
-    paths = {name: folder / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
-    for path in (*paths.values(), folder / "tiny-llama"):
-        if not path.is_dir():
-            raise CheckpointError(
-                "The demo's checkpoints are not here.",
-                file=path,
-                expected="a folder made by examples/",
-                found="nothing",
-                fix="Run hfq demo in a clone of the repository, or pass --folder.",
-            )
-    with progress_bar(1 + len(paths) * len(PLACEMENTS)) as bar:
-        rows = _measured(folder, paths, as_json, bar)
+    """Runs a random FP8 model with and without a memory limit, in plain transformers and in hfq."""
+    from hfq.checkpoint.private_folder import user_cache
+    from hfq.placement.estimate.hardware import parse_size
+
+    nbytes = parse_size(size, "--size")
+    if nbytes < _LEAST_SIZE:
+        raise SetupError(
+            "The demo's model is too small to show differences of memory.",
+            expected=f"--size of at least {_LEAST_SIZE:,} bytes",
+            found=size,
+            fix="Pass --size 100MB or more, or no --size.",
+        )
+    _check_memory(nbytes)
+    parent = folder or user_cache() / "demo"
+    parent.mkdir(parents=True, exist_ok=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all runs compute on the CPU
+    os.environ.pop("HFQ_ENABLE", None)  # plain transformers stays plain
+    with (
+        tempfile.TemporaryDirectory(prefix="hfq-demo-", dir=parent) as temporary,
+        progress_bar(1 + len(RUNS)) as bar,
+    ):
+        rows = run_all(Path(temporary), nbytes, bar, not as_json)
     print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
-    if not all(row.get("bit_equal", True) for row in rows):
+    if not all(row["bit_identical"] for row in rows if row["tool"] == "hfq"):
         raise typer.Exit(1)
 
 
-def _measured(folder: Path, paths: dict[str, Path], as_json: bool, bar: ProgressBar) -> list[dict]:
-    """Returns the measurements of all placements, and prints the formats unless there is JSON."""
-    from hfq.checkpoint import Checkpoint
-    from hfq.cli.inspect import inspect_checkpoint
+def run_all(folder: Path, nbytes: int, bar: ProgressBar, is_shown: bool) -> list[dict]:
+    """Makes the model, and returns the measurements of all runs.
 
-    def measured(path: Path, placement: str) -> dict:
-        bar.update(f"{path.name}: {placement}")
-        row = _in_a_process(path, folder / "tiny-llama" / "held_out.txt", placement)
-        bar.advance()
-        return row
+    Args:
+        folder: New folder for the model.
+        nbytes: Size of its files, about.
+        bar: Bar of all steps.
+        is_shown: True to print what is made before it is made.
+    """
+    import shutil
 
-    rows = []
-    for name, path in paths.items():
-        report = inspect_checkpoint(Checkpoint.open(path))
-        if not as_json:
-            variants = ", ".join(f"{count} × {variant}" for variant, count in report["formats"].items())
-            print(
-                f"{path}: {variants}, {report['bits_per_quantized_weight']} bits per quantized weight, "
-                f"{report['nbytes']:,} bytes"
-            )
-        rows += [measured(path, placement) for placement in PLACEMENTS]
-        exact = {row["logits_sha256"] for row in rows[-len(PLACEMENTS) :]}
-        for row in rows[-len(PLACEMENTS) :]:
-            row |= {"checkpoint": name, "bit_equal": len(exact) == 1}
-    baseline = measured(folder / "tiny-llama", "plain transformers")
-    return [*rows, baseline | {"checkpoint": "bf16, plain transformers"}]
+    from hfq.machine_profile.probe_models import FP8, architecture_of_size, make_checkpoint
 
-
-def _in_a_process(path: Path, text: Path, placement: str) -> dict:
-    """Runs each placement in a fork of a process with all imports, to measure its own memory."""
-    import multiprocessing
-    from multiprocessing import forkserver
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_MEASURE])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(sender, path, text, placement))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process alone
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    process.start()
-    sender.close()
-    try:
-        found = receiver.recv()
-    except EOFError:
-        found = "the process ended early"
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        process.join()
-    if not isinstance(found, dict):
-        raise SetupError(
-            f"The demo failed on {path} ({placement}).",
-            expected="measurements",
-            found=found,
-            fix="Run `make test`, which tests this installation.",
+    architecture = architecture_of_size(nbytes, FP8)
+    nbytes = sum(tensor.nbytes for tensor in architecture.tensors(FP8).values())
+    if is_shown:
+        free = shutil.disk_usage(folder).free
+        print(
+            f"Making a random Llama in FP8, {as_size(nbytes)} in {architecture.layers} layers, in {folder} "
+            f"({as_size(free)} free). It is deleted afterwards.",
+            flush=True,
         )
-    return found
+    bar.update("making the model")
+    path = make_checkpoint(folder, architecture, FP8)
+    bar.advance()
+    rows = []
+    for tool, is_limited in RUNS:
+        bar.update(tool + (" at a memory limit" if is_limited else ""))
+        rows.append(_run(path, nbytes, tool, is_limited))
+        bar.advance()
+    reference = rows[-1]["answer_sha256"]
+    for row in rows:
+        row["bit_identical"] = row["answer_sha256"] == reference if "answer_sha256" in row else None
+    return rows
 
 
-def _measure(sender: Connection, path: Path, text: Path, placement: str) -> None:
-    """Sends the measurements of one placement, or the text of an error."""
-    try:
-        found = import_module(_MEASURE).measure(path, text, placement)
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(BrokenPipeError):  # an interruption ended the reader
-        sender.send(found)
+def _run(path: Path, nbytes: int, tool: str, is_limited: bool) -> dict:
+    most = nbytes * 6 // 10
+    limit = most + _LIBRARIES if is_limited else None
+    arguments = (path, tool, most if is_limited and tool == "hfq" else None)
+    outcome = run_limited("hfq.cli.demo.measure", arguments, limit, f"{tool}, limit {limit}")
+    return {
+        "tool": tool,
+        "limit_nbytes": limit,
+        "is_killed": outcome.found is None,
+        "file_nbytes": nbytes,
+        "imports_nbytes": outcome.imports_nbytes,
+        "peak_nbytes": outcome.peak_nbytes,
+        **(outcome.found or {}),
+    }
+
+
+def _check_memory(nbytes: int) -> None:
+    from hfq.checkpoint.memory_limit import available_memory
+
+    times, fixed = _NEEDED
+    free, needed = available_memory(), nbytes * times + fixed
+    if free is not None and free < needed:
+        smaller = max((free - fixed) // (times * 1_000_000) - 10, _LEAST_SIZE // 1_000_000)
+        raise SetupError(
+            "This machine has too little free memory for the demo's largest run.",
+            expected=f"{needed:,} bytes, for plain transformers without a limit",
+            found=f"{free:,} bytes",
+            fix=f"Pass --size {smaller}MB, or free memory.",
+        )
 
 
 def _print(rows: list[dict]) -> None:
     from hfq.cli.console import EscapingConsole
 
     table = FittingTable(
-        "checkpoint",
-        "placement",
-        "file B",
-        "resident B",
-        "peak RSS growth",
-        "perplexity",
+        "run",
+        "memory limit",
+        "peak memory",
+        "weights on disk",
         "tokens/s",
-        "bit-identical logits",
-        title="float32 activations on the CPU; each row in its own process",
+        "bit-identical to the last row",
+        title=f"Memory beyond the {as_size(rows[0]['imports_nbytes'])} of Python and its libraries",
     )
     for row in rows:
-        equal = {True: "yes", False: "NO", None: "-"}[row.get("bit_equal")]
-        table.add_row(
-            row["checkpoint"],
-            row["placement"],
-            f"{row['file_nbytes']:,}",
-            f"{row['resident_nbytes']:,}",
-            f"{row['peak_rss_growth_nbytes']:,}",
-            f"{row['perplexity']:.4f}",
-            f"{row['tokens_per_second']:.1f}",
-            equal,
-        )
+        limit = "none" if row["limit_nbytes"] is None else as_size(row["limit_nbytes"])
+        peak = as_size(row["peak_nbytes"])
+        if row["is_killed"]:
+            table.add_row(row["tool"], limit, f"killed at {peak}", "-", "-", "-")
+            continue
+        equal = "yes" if row["bit_identical"] else "no"
+        weights = as_size(row["disk_nbytes"])
+        table.add_row(row["tool"], limit, peak, weights, f"{row['tokens_per_second']:.2f}", equal)
     console = EscapingConsole()
     console.print(table)
-    for row in rows[:: len(PLACEMENTS)]:
-        console.print(f"{row['checkpoint']}: {row['text']!r}")
+    console.print("Plain transformers dequantizes FP8 to bfloat16 on a CPU; hfq keeps it in FP8.")
