@@ -243,7 +243,8 @@ class Recipe:
             sizes: (out, in) of each layer, by name.
 
         Raises:
-            FormatError: Names a layer, the required divisors of its size, and all such layers.
+            FormatError: Names the required divisors, and for each such size the number of layers and one of
+                them.
         """
         span = 1
         if self.scheme is not None:
@@ -252,21 +253,21 @@ class Recipe:
             multiple = (1, 1)
         else:
             multiple, span = (32, 32), self.group_size if self.group_size != -1 else 1
-        odd = {
-            name: size
-            for name, size in sizes.items()
-            if size[0] % multiple[0] or size[1] % multiple[1] or size[1] % span
-        }
+        odd: dict[tuple[int, int], list[str]] = {}
+        for name, size in sizes.items():
+            if size[0] % multiple[0] or size[1] % multiple[1] or size[1] % span:
+                odd.setdefault(size, []).append(name)
         if odd:
-            first = next(iter(odd))
+            names = sorted({_last_names(name) for each in odd.values() for name in each})
             raise FormatError(
-                f"method={self.method!r} cannot hold a layer of this size. Nothing was done.",
-                tensor=first,
+                f"method={self.method!r} cannot hold layers of these sizes. Nothing was done.",
                 expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
                 + (f" and the group size {span}" if span > 1 else ""),
-                found=str(list(odd[first])),
-                fix="Choose another group size or method, or pass "
-                f"modules_to_not_convert={sorted(set(map(_last_names, odd)))}.",
+                problems=[
+                    f"{list(size)}: {len(each)} {'layer' if len(each) == 1 else 'layers'}, such as {each[0]}"
+                    for size, each in odd.items()
+                ],
+                fix=f"Choose another group size or method, or pass modules_to_not_convert={names}.",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,9 +23,10 @@ RTN = Recipe("rtn", group_size=64)
 
 
 def refused(error, named, target, *arguments, **options):
-    with pytest.raises(error, match=named):
+    with pytest.raises(error, match=named) as caught:
         hfq.quantize(*arguments, output_dir=target, **options)
     assert not target.exists() or not list(target.glob("*.safetensors"))
+    return caught.value
 
 
 def made(folder, change=lambda tensors: None):
@@ -98,9 +99,9 @@ def test_a_model_that_hfq_did_not_load_is_refused(tmp_path):
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_path, method):
-    refused(
+    error = refused(
         FormatError,
-        "cannot hold a layer",
+        "cannot hold layers",
         tmp_path / "out",
         SOURCE,
         Recipe(method, group_size=96),
@@ -108,6 +109,10 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_pat
         max_seq_length=1,
     )
     assert not list(tmp_path.iterdir())
+    assert error.problems == (
+        "[128, 128]: 16 layers, such as model.layers.0.self_attn.q_proj",
+        "[384, 128]: 8 layers, such as model.layers.0.mlp.gate_proj",
+    )
 
 
 def test_a_name_that_is_not_in_the_model_is_refused(tmp_path):

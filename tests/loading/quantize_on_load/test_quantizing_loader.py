@@ -230,7 +230,7 @@ REFUSED = [
     ({"method": "rtn"}, {"tp_plan": "auto"}, SetupError, "tensor parallelism"),
     ({"method": "rtn", "cpu_memory": "shared"}, {}, SetupError, "cpu_memory='shared'"),
     ({"method": "rtn", "cpu_memory": "private"}, {}, SetupError, "cpu_memory='private'"),
-    ({"method": "rtn", "group_size": 96}, {}, FormatError, "cannot hold a layer"),
+    ({"method": "rtn", "group_size": 96}, {}, FormatError, "cannot hold layers"),
     ({"method": "rtn", "modules_to_not_convert": ["mpl"]}, {}, SetupError, "matches nothing"),
     ({"method": "rtn", "modules_to_not_convert": ["layers"]}, {}, SetupError, "No layer is left"),
     ({"method": "rtn"}, {"device_map": {"": "disk"}}, PlacementError, r"without offload_folder"),
