@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hfq.cli.bench.bench_table import print_table
 from hfq.cli.bench.bench_worker import BenchWorker
 from hfq.cli.main import app
 from hfq.evaluation.placed_models import as_device_map
@@ -103,13 +104,16 @@ def test_a_bench_worker_reports_the_peak_of_each_accelerator(sim):
         assert peaks[device] >= loaded["devices"][device]
 
 
-def test_bench_loads_on_accelerators_and_reports_their_memory(in_new_processes):
+def test_bench_reports_memory_of_accelerators_and_host_time_per_layer(in_new_processes, capsys):
     limits = "sim:0=700KB,sim:1=700KB,2=700KB,cpu=1MB"
     found = json.loads(invoke("bench", GPTQ, "--max-memory", limits, "-p", 4, "-n", 2, "-r", 1, "--json"))
     run = found["runs"][0]
     assert set(run["devices"]) == {"sim:0", "sim:1", "sim:2"}
     for device, nbytes in run["devices"].items():
         assert run["peak_device_memory_nbytes"][device] >= nbytes
+    assert run["host_seconds_per_layer"] > 0
+    print_table(found)
+    assert f"{run['host_seconds_per_layer'] * 1e6:.3g} µs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("placement", ["sim", "sim:1", "balanced_low_0"])
