@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 
+import huggingface_hub.constants
 import pytest
 import torch
 from transformers import (
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BitsAndBytesConfig,
+    LlamaConfig,
     LlamaForCausalLM,
 )
 from transformers.utils.quantization_config import GPTQConfig
@@ -22,9 +24,11 @@ from hfq.integrations.transformers.launched_loads import LaunchOptions
 from hfq.integrations.transformers.load_lock import one_load
 from hfq.launch_environment import CONFIG, ENABLE, RECORD
 from tests.support import tiny_models
+from tests.support.fake_hub import FakeHub, running
 from tests.support.gguf_models import write_random_llama
 from tests.support.models import logits
 
+FP8 = str(tiny_models.DATA / "tiny-llama-fp8")
 GPTQ, FLOAT = str(tiny_models.DATA / "tiny-llama-gptq"), str(tiny_models.DATA / "tiny-llama")
 PARTS = {"": "cpu", "model.layers.1": "disk"}
 TOKENS = torch.arange(12).reshape(1, 12)
@@ -80,13 +84,14 @@ def test_without_the_variable_nothing_changes(monkeypatch, capsys):
     assert "hfq:" not in capsys.readouterr().err
 
 
-def test_pickled_weights_are_left_to_transformers(enable, tmp_path):
+def test_pickled_weights_are_left_to_transformers(enable, tmp_path, capsys):
     enable()
     model = AutoModelForCausalLM.from_pretrained(FLOAT)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
+    assert f"{tmp_path}: hfq could not look at its tensors: " in capsys.readouterr().err
 
 
 def test_a_gguf_file_loads_with_hfq(enable, tmp_path):
@@ -126,8 +131,9 @@ def test_the_program_s_own_config_wins(enable, capsys):
 def test_a_config_of_the_checkpoint_s_own_method_is_no_other_choice(enable):
     """lm_eval passes the config of the checkpoint again."""
     enable()
-    model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=GPTQConfig(bits=4))
-    assert isinstance(method(model), HfqConfig)
+    for owner in (AutoModelForCausalLM, LlamaForCausalLM):  # only the first passes a config
+        model = owner.from_pretrained(GPTQ, quantization_config=GPTQConfig(bits=4))
+        assert isinstance(method(model), HfqConfig)
 
 
 @pytest.mark.parametrize(
@@ -219,16 +225,117 @@ def test_wrong_options_are_errors_of_the_load(enable, options, error, message):
 
 
 def test_declared_and_detected_checkpoints_are_quantized(tmp_path):
-    assert launched_loads._is_quantized("organization/model", {"gguf_file": "model.gguf"})
+    assert launched_loads._look("organization/model", {"gguf_file": "model.gguf"}) == ({}, "")
     folder = shutil.copytree(GPTQ, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     for side_file in folder.glob("quant*_config.json"):
         side_file.unlink()
-    assert launched_loads._is_quantized(folder, {})
-    assert not launched_loads._is_quantized(FLOAT, {})
-    assert not launched_loads._is_quantized(tmp_path / "nowhere", {})
+    assert launched_loads._look(folder, {}) == ({}, "")
+    assert launched_loads._look(tmp_path, {"subfolder": "model"}) == ({}, "")
+    assert launched_loads._look(FLOAT, {}) == (None, "")
+    unseen = "hfq could not look at its tensors: There is no checkpoint at this path"
+    assert launched_loads._look(tmp_path / "nowhere", {}) == (None, unseen)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Hub with a checkpoint that only hf_quant_config.json declares, in a model and in a subfolder of one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    folder = shutil.copytree(FP8, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    side_file = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(side_file))
+    shutil.copytree(folder, tmp_path / "parts" / "text" / "model")
+    models = {
+        "tests/fp8": folder,
+        "tests/parts": tmp_path / "parts",
+        "tests/float": tiny_models.DATA / "tiny-llama",
+    }
+    with running(FakeHub(models), monkeypatch) as started:
+        yield started
+
+
+def test_a_model_on_the_hub_is_quantized_by_its_side_file_and_tensors(hub):
+    for kwargs in ({}, {"config": LlamaConfig()}, {"revision": hub.commit("tests/fp8")}):
+        chosen, reason = launched_loads._choose_config(LaunchOptions(), "tests/fp8", kwargs)
+        assert isinstance(chosen, HfqConfig), reason
+    assert launched_loads._look("tests/fp8", {}) == ({"quant_method": "modelopt", "quant_algo": "FP8"}, "")
+    assert hub.sent < (tiny_models.DATA / "tiny-llama-fp8" / "model.safetensors").stat().st_size
+    config = {"config": LlamaConfig()}
+    reason = launched_loads._choose_config(LaunchOptions(), "tests/float", config)[1]
+    assert reason == "it is not quantized"
+
+
+def test_a_model_on_the_hub_loads_with_hfq(hub, enable, capsys):
+    folder = hub.models["tests/fp8"]
+    expected = LlamaForCausalLM.from_pretrained(folder, quantization_config=HfqConfig())
+    enable(device_map=PARTS)
+    for owner in (AutoModelForCausalLM, LlamaForCausalLM):  # the second time from the Hub's cache
+        model = owner.from_pretrained("tests/fp8", revision=hub.commit("tests/fp8"))
+        assert torch.equal(logits(model, TOKENS), logits(expected, TOKENS))
+        assert "hfq: loaded tests/fp8: fp8 e4m3" in capsys.readouterr().err
+
+
+def test_a_subfolder_on_the_hub_is_looked_at(hub):
+    kwargs = {"config": LlamaConfig(), "subfolder": "text/model"}
+    chosen, reason = launched_loads._choose_config(LaunchOptions(), "tests/parts", kwargs)
+    assert isinstance(chosen, HfqConfig), reason
+    asked = hub.answers[:]
+    assert asked
+    assert all(path.startswith("tests/parts/text/model/") for path, _, _ in asked)
+    launched_loads._choose_config(LaunchOptions(), "tests/parts", kwargs)
+    assert hub.answers == asked, "the headers were not kept"
+
+
+def test_the_hub_is_asked_with_the_token_of_the_load(hub):
+    hub.token = "right"
+    config = {"config": LlamaConfig()}
+    chosen, reason = launched_loads._choose_config(LaunchOptions(), "tests/fp8", {**config, "token": "right"})
+    assert isinstance(chosen, HfqConfig), reason
+    for kwargs in (config, {**config, "token": "wrong"}):
+        chosen, reason = launched_loads._choose_config(LaunchOptions(), "tests/fp8", kwargs)
+        assert (chosen, reason) == (
+            None,
+            "hfq could not look at its tensors: The Hub denies access to this model",
+        )
+
+
+def test_a_load_from_the_cache_alone_asks_no_hub(hub, tmp_path):
+    commit, folder = hub.commit("tests/fp8"), hub.models["tests/fp8"]
+    kwargs = {"config": LlamaConfig(), "local_files_only": True, "cache_dir": tmp_path / "own"}
+    chosen, reason = launched_loads._choose_config(LaunchOptions(), "tests/fp8", kwargs)
+    assert chosen is None
+    assert reason.endswith("The model is not in the Hub's cache, and local_files_only prevents a download")
+    cache = tmp_path / "own" / "models--tests--fp8"
+    shutil.copytree(folder, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    for revision in (None, "main", commit):
+        chosen, reason = launched_loads._choose_config(
+            LaunchOptions(), "tests/fp8", {**kwargs, "revision": revision}
+        )
+        assert isinstance(chosen, HfqConfig), reason
+    assert hub.answers == []
+
+
+def test_pickles_on_the_hub_are_quantized_if_their_config_says_so(hub, tmp_path, monkeypatch):
+    (tmp_path / "pickled").mkdir()
+    hub.models["tests/pickled"] = tmp_path / "pickled"
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    commit = hub.commit("tests/pickled")
+    config, nested = {"model_type": "llama"}, {"quantization_config": {"quant_method": "gptq"}}
+    for text, is_quantized in ((config, False), ({**config, "text_config": nested}, True)):
+        (tmp_path / "pickled" / "config.json").write_text(json.dumps(text))
+        kwargs = {"revision": commit, "cache_dir": tmp_path / str(is_quantized)}
+        stored, unseen = launched_loads._look("tests/pickled", kwargs)
+        assert (stored is not None) == is_quantized
+        assert "neither a safetensors checkpoint nor a GGUF file" in unseen
 
 
 def test_tensors_that_contradict_the_config_are_quantized(monkeypatch):
@@ -236,7 +343,7 @@ def test_tensors_that_contradict_the_config_are_quantized(monkeypatch):
         raise FormatError("a contradiction", fix="none")
 
     monkeypatch.setattr(launched_loads, "detect_formats", contradicting)
-    assert launched_loads._is_quantized(GPTQ, {})
+    assert launched_loads._look(GPTQ, {})[0]["quant_method"] == "gptq"
 
 
 def test_a_load_of_plain_transformers_waits_for_other_loads(enable):

@@ -11,6 +11,7 @@ __all__ = [
     "SIDE_FILES",
     "as_source",
     "check_floats",
+    "declared_config",
     "detection_hints",
     "halves_experts",
     "is_declared",
@@ -49,7 +50,7 @@ def source_config(checkpoint: Checkpoint) -> dict | None:
 
     The config is in config.json, or in the side file of an older writer.
     """
-    stored = _declared(checkpoint)
+    stored = declared_config(checkpoint.config)
     if stored is not None:
         return as_source(stored)
     for name in ("quantize_config.json", "quantization_config.json"):
@@ -117,21 +118,21 @@ def halves_experts(hints: Mapping) -> bool:
 
 def is_declared(checkpoint: Checkpoint) -> bool:
     """Returns True if config.json itself names a quantization."""
-    return _declared(checkpoint) is not None
+    return declared_config(checkpoint.config) is not None
 
 
-def _declared(checkpoint: Checkpoint) -> object:
-    texts = (
-        checkpoint.config,
-        *(value for value in checkpoint.config.values() if isinstance(value, Mapping)),
-    )
+def declared_config(config: Mapping) -> object:
+    """Returns the quantization config in the contents of a config.json, or None.
+
+    Args:
+        config: The contents. A config of a part, such as `text_config`, may hold it.
+    """
+    texts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
     found = next(
-        (config["quantization_config"] for config in texts if config.get("quantization_config") is not None),
+        (text["quantization_config"] for text in texts if text.get("quantization_config") is not None),
         None,
     )
-    own = checkpoint.config.get(
-        "quantization"
-    )  # mlx-lm's; quantization_config is a copy of it, and neither names a method
+    own = config.get("quantization")  # mlx-lm's; its copy is quantization_config, and neither names a method
     if isinstance(own, Mapping) and "bits" in own and found in (None, own):
         return {"quant_method": "mlx", **own}
     return found

@@ -44,13 +44,27 @@ class RemoteModel:
 
     Attributes:
         repo: Id of the model, `organization/model`.
+        token: Token for the Hub, as in `from_pretrained`.
+        subfolder: Folder of the checkpoint in the model; empty for the model itself.
         commit: Commit that the revision named at the time of the request.
-        sizes: Size of each file in bytes.
+        sizes: Size of each file in bytes, by its path in the subfolder.
         fetched_nbytes: Bytes of files that were fetched.
     """
 
-    def __init__(self, repo: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        repo: str,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
+    ) -> None:
         """Asks the Hub for the commit of a revision, and for its files.
+
+        Args:
+            repo: Id of the model, `organization/model`.
+            revision: Branch, tag, or commit; None for the default branch.
+            token: Token for the Hub, as in `from_pretrained`.
+            subfolder: Folder of the checkpoint in the model.
 
         Raises:
             CheckpointError: The Hub has no such model or revision, denies access, or cannot be reached.
@@ -60,12 +74,19 @@ class RemoteModel:
         try:
             info = within_deadline(
                 _deadline(0),
-                lambda: HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT),
+                lambda: HfApi(token=token).model_info(
+                    repo, revision=revision, files_metadata=True, timeout=_TIMEOUT
+                ),
             )
         except Exception as error:  # the Hub, the network, and the parser raise many kinds
             raise explain(error, repo, revision) from error
-        self.repo, self.commit = repo, str(info.sha)
-        self.sizes = {file.rfilename: file.size for file in info.siblings or () if isinstance(file.size, int)}
+        self.repo, self.commit, self.subfolder = repo, str(info.sha), subfolder
+        self.token, prefix = token, f"{subfolder}/" if subfolder else ""
+        self.sizes = {
+            file.rfilename.removeprefix(prefix): file.size
+            for file in info.siblings or ()
+            if isinstance(file.size, int) and file.rfilename.startswith(prefix)
+        }
         self.fetched_nbytes, self._lock = 0, Lock()
         if not _COMMIT.fullmatch(self.commit):
             raise CheckpointError(
@@ -75,6 +96,11 @@ class RemoteModel:
                 found=repr(info.sha)[:80],
                 fix=f"Check HF_ENDPOINT, or download the model: hf download {repo}",
             )
+
+    @property
+    def label(self) -> str:
+        """Name of the checkpoint's folder, for messages."""
+        return f"{self.repo}/{self.subfolder}" if self.subfolder else self.repo
 
     def fetch(self, gguf_file: str | None = None) -> HeadersOnlyCheckpoint:
         """Fetches and validates the JSON files and the headers.
@@ -87,7 +113,7 @@ class RemoteModel:
                 the Hub sent a wrong response.
         """
         if gguf_file is None and not {SINGLE, INDEX} & self.sizes.keys():
-            gguf_file = choose_gguf(self.sizes, self.repo)
+            gguf_file = choose_gguf(self.sizes, self.label)
         if gguf_file is not None:
             names = self._present([part.as_posix() for part in parts_of(Path(gguf_file))], gguf_file)
             texts = {name: self._text(name) for name in _TEXTS if name in self.sizes and name != INDEX}
@@ -102,14 +128,14 @@ class RemoteModel:
         if "config.json" not in self.sizes or not {SINGLE, INDEX} & self.sizes.keys():
             raise CheckpointError(
                 "The model on the Hub is neither a safetensors checkpoint nor a GGUF file.",
-                file=self.repo,
+                file=self.label,
                 expected=f"config.json, and {SINGLE} or {INDEX}; or a GGUF file",
                 found=", ".join(sorted(self.sizes)[:12]) or "no files",
                 fix="Plan another revision or a converted copy. hfq never opens a pickle.",
             )
 
     def _shards(self, index: bytes) -> list[str]:
-        file = Path(self.repo, INDEX)
+        file = Path(self.label, INDEX)
         return self._present(sorted(set(weight_map_of(parse_json(index, file), file).values())), INDEX)
 
     def _present(self, names: list[str], source: str) -> list[str]:
@@ -118,7 +144,7 @@ class RemoteModel:
         if absent:
             raise CheckpointError(
                 "The model on the Hub does not have all files of the checkpoint.",
-                file=Path(self.repo, source),
+                file=Path(self.label, source),
                 problems=absent,
                 fix="Check the name, plan another revision, or ask the model's author to upload the files.",
             )
@@ -137,7 +163,7 @@ class RemoteModel:
 
     def _head(self, name: str) -> tuple[bytes, int]:
         """Returns the first bytes of a safetensors file, and its size."""
-        size, label = self.sizes[name], f"{self.repo}/{name}"
+        size, label = self.sizes[name], f"{self.label}/{name}"
         raw = read_raw(_RemoteFile(self, name, size), label, size)
         parse_header(raw, label, (0, size, 0))
         return len(raw).to_bytes(8, "little") + raw, size
@@ -146,7 +172,7 @@ class RemoteModel:
         """Returns the first bytes of a GGUF file, and its size."""
         size = self.sizes[name]
         kept = _KeptBytes(_RemoteFile(self, name, size))
-        header = parse_gguf(kept, f"{self.repo}/{name}", (0, size, 0))
+        header = parse_gguf(kept, f"{self.label}/{name}", (0, size, 0))
         return bytes(kept.data[: header.data_start]), size
 
     def take(self, name: str, nbytes: int) -> None:
@@ -165,7 +191,7 @@ class RemoteModel:
     def _odd(self, name: str, what: str, expected: str, found: object) -> CheckpointError:
         return CheckpointError(
             f"A plan cannot use a file on the Hub: {what}.",
-            file=f"{self.repo}/{name}",
+            file=f"{self.label}/{name}",
             expected=expected,
             found=found,
             fix=f"Try again, or download the model: hf download {self.repo} --revision {self.commit}",
@@ -219,15 +245,16 @@ class _RemoteFile:
         except CheckpointError:
             raise
         except Exception as error:  # of many kinds, as above
-            raise explain(error, model.repo, model.commit, self.name) from error
+            name = Path(model.subfolder, self.name).as_posix()
+            raise explain(error, model.repo, model.commit, name) from error
 
     def _request(self, nbytes: int, asked: Mapping[str, str]) -> bytes:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
         model = self.model
-        url = hf_hub_url(model.repo, self.name, revision=model.commit)
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity", **asked}
+        url = hf_hub_url(model.repo, self.name, subfolder=model.subfolder, revision=model.commit)
+        headers = {**build_hf_headers(token=model.token), "Accept-Encoding": "identity", **asked}
         with http_stream_backoff(
             "GET", url, headers=headers, timeout=_TIMEOUT, max_retries=_RETRIES
         ) as response:
@@ -241,7 +268,7 @@ class _RemoteFile:
             raise CheckpointError(
                 "The server does not support range requests, which hfq needs to fetch only headers. "
                 "Nothing was planned.",
-                file=f"{self.model.repo}/{self.name}",
+                file=f"{self.model.label}/{self.name}",
                 expected="206 Partial Content",
                 found=f"status {response.status_code}",
                 fix=f"Use another HF_ENDPOINT, or download the model: hf download {self.model.repo}",
@@ -255,7 +282,7 @@ class _RemoteFile:
         if commits - {self.model.commit} or (self.tag is not None and tag != self.tag) or found != wanted:
             raise CheckpointError(
                 "A file on the Hub changed while hfq read it. Nothing was planned.",
-                file=f"{self.model.repo}/{self.name}",
+                file=f"{self.model.label}/{self.name}",
                 expected=f"{wanted}, tag {self.tag}, commit {self.model.commit}",
                 found=f"{found}, tag {tag}, commit {', '.join(commits) or 'unnamed'}",
                 fix="Try again.",
@@ -278,7 +305,7 @@ class _RemoteFile:
         if len(data) != nbytes:
             raise CheckpointError(
                 "The Hub's response is too short or too long. Nothing was planned.",
-                file=f"{self.model.repo}/{self.name}",
+                file=f"{self.model.label}/{self.name}",
                 expected=f"{nbytes} bytes",
                 found=f"{len(data)} bytes{why}",
                 fix="Check the network and its proxy, and try again.",

@@ -74,13 +74,27 @@ def is_hub_id(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Iterator[FoundCheckpoint]:
+def find_checkpoint(
+    path: str | os.PathLike,
+    revision: str | None = None,
+    *,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    subfolder: str = "",
+) -> Iterator[FoundCheckpoint]:
     """Yields the folder of a checkpoint.
+
+    All arguments have the meaning that they have in `from_pretrained`.
 
     Args:
         path: A folder, the path of a GGUF file, or the id of a model on the Hub: `organization/model`, or
             `organization/model/file.gguf`.
         revision: Branch, tag, or commit of a model on the Hub; None for the default branch.
+        token: Token for the Hub; None for the one of the environment.
+        cache_dir: The Hub's cache; None for the one of the environment.
+        local_files_only: True to use only this cache.
+        subfolder: Folder of the checkpoint in the folder or the model.
 
     Raises:
         CheckpointError: The Hub has no such model, denies access, or cannot be reached; or the headers are
@@ -88,11 +102,21 @@ def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Ite
     """
     text = os.fspath(path)
     repo, named = split_gguf_path(text)
-    cached = _snapshot(str(repo), revision, named) if is_hub_id(text) else text
+    inside = subfolder.strip("/") if named is None else named
+    local = os.path.join(text, subfolder) if subfolder else text
+    cached = _snapshot(str(repo), revision, inside, cache_dir) if is_hub_id(text) else local
     if cached is not None:
         yield FoundCheckpoint(cached, cached)
         return
-    headers_only, commit, fetched = _headers(str(repo), revision, named)
+    if local_files_only:
+        raise CheckpointError(
+            "The model is not in the Hub's cache, and local_files_only prevents a download.",
+            file=text,
+            expected="a whole safetensors or GGUF checkpoint",
+            found=f"local_files_only={local_files_only!r}",
+            fix=f"Leave out local_files_only, or download the model: hf download {repo}",
+        )
+    headers_only, commit, fetched = _headers(str(repo), revision, inside, token)
     with tempfile.TemporaryDirectory(prefix="hfq-") as folder:
         headers_only.write(folder)
         opened = folder if named is None else os.path.join(folder, os.path.basename(named))
@@ -104,16 +128,16 @@ def headers_cache() -> Path:
     return user_cache() / "headers"
 
 
-def _snapshot(repo: str, revision: str | None, gguf_file: str | None) -> str | None:
+def _snapshot(repo: str, revision: str | None, inside: str, cache_dir: str | Path | None) -> str | None:
     """Returns the folder or GGUF file of a model in the Hub's cache; None without weights."""
     from huggingface_hub import try_to_load_from_cache
 
-    if gguf_file is not None:
-        parts = [part.as_posix() for part in parts_of(Path(gguf_file))]
-        found = [try_to_load_from_cache(repo, part, revision=revision) for part in parts]
+    if inside.endswith(".gguf"):
+        parts = [part.as_posix() for part in parts_of(Path(inside))]
+        found = [try_to_load_from_cache(repo, part, cache_dir, revision) for part in parts]
         return found[0] if all(isinstance(file, str) for file in found) else None
     try:
-        config = try_to_load_from_cache(repo, "config.json", revision=revision)
+        config = try_to_load_from_cache(repo, Path(inside, "config.json").as_posix(), cache_dir, revision)
     except ValueError:  # not a Hub id; a request to the Hub reports this
         return None
     folder = Path(config).parent if isinstance(config, str) else None
@@ -133,15 +157,16 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _headers(
-    repo: str, revision: str | None, gguf_file: str | None
+    repo: str, revision: str | None, inside: str, token: str | bool | None
 ) -> tuple[HeadersOnlyCheckpoint, str, int]:
     """Returns the headers of a model, their commit, and the number of bytes fetched."""
-    name = repo if gguf_file is None else f"{repo}/{gguf_file}"
+    name = f"{repo}/{inside}" if inside else repo
+    gguf_file, subfolder = (inside, "") if inside.endswith(".gguf") else (None, inside)
     is_commit = revision is not None and _COMMIT.fullmatch(revision)
     kept = _kept(name, str(revision)) if is_commit else None
     if kept is not None:
         return kept, str(revision), 0
-    model = RemoteModel(repo, revision)
+    model = RemoteModel(repo, revision, token, subfolder)
     kept = _kept(name, model.commit)
     if kept is not None:
         return kept, model.commit, 0

@@ -14,8 +14,9 @@ from typing import Any
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
-from hfq.formats.configs.source_config import detection_hints, source_config
+from hfq.formats.configs.source_config import declared_config, detection_hints, source_config
 from hfq.formats.detection.detect import UnquantizedError, detect_formats, tensors_by_module
+from hfq.integrations.hub.find import find_checkpoint
 from hfq.integrations.transformers.load_lock import one_load
 from hfq.launch_environment import CONFIG, is_enabled, read_options, record, say
 from hfq.loading.argument_checks import check_arguments
@@ -124,22 +125,24 @@ def _choose_config(
 
     Both are empty if the program itself passes an `HfqConfig`.
     """
-    stored = _stored_config(kwargs.get("config"))
-    asked, own = _method(kwargs.get("quantization_config")), _method(stored)
-    if METHOD in (asked, own):
+    stored, unseen = _stored_config(kwargs.get("config")), ""
+    asked = _method(kwargs.get("quantization_config"))
+    if METHOD in (asked, _method(stored)):
         return None, ""
     if kwargs.get("state_dict") is not None:
         return None, "the program passes state_dict"
-    if asked is not None and asked != own:
-        return None, f"the program passes quantization_config={type(kwargs['quantization_config']).__name__}"
     for name in ("load_in_4bit", "load_in_8bit"):
         if kwargs.get(name):
             return None, f"the program passes {name}=True"
-    if stored is not None or _is_quantized(path, kwargs):
+    if stored is None:
+        stored, unseen = _look(path, kwargs)
+    if asked is not None and asked != _method(stored):
+        return None, f"the program passes quantization_config={type(kwargs['quantization_config']).__name__}"
+    if stored is not None:
         return HfqConfig(**options.config), ""
     if options.quantize_weights is not None:
         return HfqConfig(**options.config, quantize_weights=options.quantize_weights), ""
-    return None, "it is not quantized"
+    return None, unseen or "it is not quantized"
 
 
 def _stored_config(config: Any) -> Any:
@@ -166,37 +169,46 @@ def _method(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _is_quantized(path: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if config.json, or the tensors of a local folder, are quantized."""
-    gguf_file = kwargs.get("gguf_file")
-    if gguf_file is not None or str(path).endswith(".gguf"):
-        return True
-    folder = os.path.join(path, kwargs.get("subfolder") or "")
-    if not os.path.isdir(folder):
-        return kwargs.get("config") is None and _is_declared(path, kwargs)
+def _look(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns the quantization config of a checkpoint, without a download of weights.
+
+    Returns:
+        The config: None for a checkpoint that is not quantized, and empty if only the tensors are. The second
+        value says why hfq could not look at the tensors, so that config.json decides; empty if it could.
+    """
+    if kwargs.get("gguf_file") is not None or str(path).endswith(".gguf"):
+        return {}, ""
+    names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    access = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
     try:
-        checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
+        with find_checkpoint(path, **access) as found:
+            return _detected(Checkpoint.open(found.folder, variant=kwargs.get("variant"))), ""
+    except CheckpointError as error:  # transformers also reads files that hfq does not, such as pickles
+        why = error.message.partition(". ")[0].rstrip(".")
+        return _declared(path, access), f"hfq could not look at its tensors: {why}"
+
+
+def _detected(checkpoint: Checkpoint) -> Mapping | None:
+    """Returns the quantization config of a checkpoint, as `_look` does."""
+    source = None
+    try:
         source = source_config(checkpoint)
         detect_formats(tensors_by_module(checkpoint.tensors), detection_hints(checkpoint, source))
     except UnquantizedError:
-        return False
-    except FormatError:
-        return True  # the load raises it again
-    except CheckpointError:
-        return _is_declared(path, kwargs)  # transformers also reads files that hfq does not, such as pickles
-    return True
+        return None
+    except FormatError:  # the load raises it again
+        pass
+    return source or {}
 
 
-def _is_declared(path: Any, kwargs: Mapping[str, Any]) -> bool:
+def _declared(path: Any, access: Mapping[str, Any]) -> Any:
+    """Returns the quantization config in config.json, as transformers finds it, or None."""
     from transformers import PreTrainedConfig
 
-    names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-    given = {name: kwargs[name] for name in names if name in kwargs}
     try:
-        config = PreTrainedConfig.get_config_dict(path, **given)[0]
+        return declared_config(PreTrainedConfig.get_config_dict(path, **access)[0])
     except OSError:  # the load raises it again
-        return False
-    return config.get("quantization_config") is not None
+        return None
 
 
 def _place(placement: Mapping[str, Any], kwargs: dict[str, Any]) -> str:
