@@ -32,8 +32,8 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """Checks the arguments of `from_pretrained`, `device_map` among them.
 
     Raises:
-        SetupError: An argument is unsupported, `dtype` or `max_memory` is not valid, or `max_memory` is set
-            without an automatic device map.
+        SetupError: An argument is unsupported, `dtype`, `offload_folder`, or `max_memory` is not valid, or
+            `max_memory` is set without an automatic device map.
         PlacementError: `device_map` names no device, or `max_memory` one that this machine does not have.
     """
     raise_first(
@@ -48,6 +48,14 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     )
     for name in ("dtype", "torch_dtype"):
         _check_dtype(name, kwargs.get(name))
+    folder = kwargs.get("offload_folder")
+    if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+        raise SetupError(
+            "offload_folder is not a path. Nothing was loaded.",
+            found=repr(folder)[:80],
+            expected="the path of a folder",
+            fix='Pass a folder on a fast disk, such as offload_folder="/scratch".',
+        )
     device_map = kwargs.get("device_map")
     is_automatic = isinstance(device_map, str) and device_map in AUTOMATIC
     if kwargs.get("max_memory") is not None:

@@ -67,7 +67,10 @@ def test_a_float_checkpoint_stays_with_plain_transformers(enable, capsys):
     enable(device_map="disk")
     model = AutoModelForCausalLM.from_pretrained(FLOAT)
     assert method(model) is None
-    assert f"hfq: plain transformers loads {FLOAT}: it is not quantized.\n" in capsys.readouterr().err
+    line = (
+        f"plain transformers loads {FLOAT}: it is not quantized. It does not use device_map of hfq launch.\n"
+    )
+    assert f"hfq: {line}" in capsys.readouterr().err
 
 
 def test_quantize_weights_quantizes_float_checkpoints_and_keeps_others(enable, capsys):
@@ -214,6 +217,9 @@ def test_limits_of_memory_ask_for_an_automatic_map():
         ({"device_map": "dsk"}, PlacementError, "dsk"),
         ({"max_memory": {"cpu": "8"}}, SetupError, "max_memory['cpu'] is not a size."),
         ({"max_memory": {"7": "8GiB"}}, PlacementError, "max_memory[7]"),
+        ({"max_memory": {"²": "8GiB"}}, SetupError, "max_memory has the key '²', which is not a device."),
+        ({"max_memory": 5}, SetupError, "from_pretrained(max_memory=…) is not a dict."),
+        ({"offload_folder": 5}, SetupError, "offload_folder is not a path."),
     ],
 )
 def test_wrong_options_are_errors_of_the_load(enable, options, error, message):

@@ -126,6 +126,8 @@ def test_a_hub_id_that_a_function_takes_for_a_folder_gets_the_command_that_downl
         ({"device_map": "auto", "max_memory": {"cpu": "700000"}}, "max_memory['cpu'] is not a size."),
         ({"device_map": "auto", "max_memory": {"gpu": "1GB"}}, "max_memory has the key 'gpu'"),
         ({"device_map": "auto", "max_memory": ["1GB"]}, "from_pretrained(max_memory=…) is not a dict."),
+        ({"offload_folder": 5}, "offload_folder is not a path."),
+        ({"offload_folder": ""}, "offload_folder is not a path."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -71,10 +71,11 @@ class LaunchOptions:
         checked = {name: value for name, value in given.items() if name in OPTIONS}
         HfqConfig(**{"kernel": "reference", **checked})  # another kernel may start a build
         placement = {name: given.pop(name) for name in PLACEMENT if name in given}
+        if "max_memory" in placement:
+            placement.setdefault("device_map", "auto")
         if isinstance(placement.get("max_memory"), Mapping):
             limits = placement["max_memory"].items()
-            placement["max_memory"] = {int(key) if str(key).isdigit() else key: size for key, size in limits}
-            placement.setdefault("device_map", "auto")
+            placement["max_memory"] = {int(key) if key.isdecimal() else key: size for key, size in limits}
         check_arguments(placement)
         return cls(given, given.pop("quantize_weights", None), placement)
 
@@ -104,7 +105,9 @@ def applying_launch_options(original: Callable) -> Callable:
         if not load_context().is_active:
             chosen, reason = _choose_config(options, path, kwargs)
         if reason:
-            say(f"plain transformers loads {cls.__name__ if path is None else path}: {reason}.")
+            placement = " and ".join(options.placement)
+            unused = f" It does not use {placement} of hfq launch." if placement else ""
+            say(f"plain transformers loads {cls.__name__ if path is None else path}: {reason}.{unused}")
             with one_load():
                 return original(cls, path, *args, **kwargs)
         replaced = ""
