@@ -84,6 +84,22 @@ def test_a_program_that_loads_nothing_keeps_its_exit_status(capfd, program, stat
     assert reason in error
 
 
+def test_a_program_inherits_files_and_an_ignored_signal(capfd, tmp_path):
+    """A shell passes <(COMMAND) as the path of an open file. Ignored, SIGCHLD must not hide the status."""
+    code = "import signal, sys; print(open(sys.argv[1]).read(), signal.getsignal(17).name); sys.exit(7)"
+    (tmp_path / "file").write_text("content")
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with open(tmp_path / "file") as file:
+            os.set_inheritable(file.fileno(), True)
+            program = [sys.executable, "-I", "-S", "-c", code, f"/dev/fd/{file.fileno()}"]
+            assert run_enabled(program, "") == 7
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert capfd.readouterr().out == "content SIG_IGN\n"
+
+
 def test_a_program_of_no_python_runs(capfd):
     assert run_enabled(["echo", "printed"], "") == 0
     printed = capfd.readouterr()
@@ -126,18 +142,22 @@ def test_a_signal_to_hfq_is_handed_to_the_program():
         launched.stdout.close()
 
 
-def test_ctrl_c_of_a_terminal_reaches_the_program_once():
+@pytest.mark.parametrize(("is_closed", "expected"), [(False, 41), (True, 129)], ids=["Ctrl-C", "closed"])
+def test_a_signal_of_a_terminal_reaches_the_program_once(is_closed, expected):
     child, terminal = pty.fork()
     if child == 0:
         os.execve(sys.executable, [*LAUNCH, sys.executable, "-c", COUNT], programs.environment())
     shown = b""
     until = time.monotonic() + 30
-    while b"ready" not in shown and time.monotonic() < until:
+    while b"ready\r\n" not in shown and time.monotonic() < until:
         shown += os.read(terminal, 1024)
-    os.write(terminal, b"\x03")
-    _, status = os.waitpid(child, 0)
+    if not is_closed:
+        os.write(terminal, b"\x03")
+        _, status = os.waitpid(child, 0)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 41, shown
+    if is_closed:
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == expected, shown
 
 
 def test_a_python_file_runs_with_this_python(tmp_path):

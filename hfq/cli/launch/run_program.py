@@ -96,7 +96,8 @@ def enabling_environment(given: Mapping[str, str], options: str, record: str) ->
 def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs a program to its end, and hands on signals that this process receives.
 
-    A terminal sends Ctrl-C to all processes in the foreground, so such a signal is not sent again.
+    A terminal sends Ctrl-C to all processes in the foreground, so such a signal is not sent again. A terminal
+    that is closed sends SIGHUP only to the leader of its session, which this process may be.
 
     Returns:
         The exit status of the program, or 128 + n if signal n ended it.
@@ -106,17 +107,20 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """
     received = _HANDED_ON | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, received)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # ignored, it loses the status
+
+    def restore() -> None:
+        signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-        )
+        process = subprocess.Popen(command, env=environment, preexec_fn=restore, close_fds=False)
         while process.poll() is None:
             found = signal.sigtimedwait(received, _POLL_SECONDS)
             if found is None or found.si_signo == signal.SIGCHLD:
                 continue
-            if found.si_code <= 0:  # another process sent it, not the terminal
+            # a code above 0 is that of the terminal
+            if found.si_code <= 0 or found.si_signo == signal.SIGHUP:
                 process.send_signal(found.si_signo)
     except OSError as error:
         raise SetupError(
@@ -126,7 +130,7 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
             fix="Pass another program, or start this one with its interpreter, such as bash.",
         ) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        restore()
     return exit_status(process.returncode)
 
 
