@@ -1,7 +1,9 @@
 """`hfq serve` and `hfq chat`, with a program in place of transformers; the real one: tests/clients."""
 
+import http.client
 import json
 import shutil
+import signal
 import sys
 
 import pytest
@@ -14,13 +16,16 @@ from hfq.integrations.hub import download
 from tests.support import tiny_models
 
 PROGRAM = """
-import http.server, json, os, sys, urllib.request
+import contextlib, http.client, http.server, json, os, sys, urllib.request
 
 verb, model, *rest = sys.argv[1:]
 if verb == "chat":
     print(json.dumps([model, *rest]))
     for _ in range(2):
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(rest[0])
+        urllib.request.urlopen(rest[0])
+    if "stop" in rest:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            urllib.request.urlopen(f"{rest[0]}/stop")
     sys.exit(5)
 print("loading", model, os.environ["HFQ_ENABLE"], flush=True)
 if model == "damaged":
@@ -31,6 +36,9 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         print("a request", flush=True)
 
     def do_GET(self):
+        if self.path == "/stop":
+            print("out of memory", flush=True)
+            os._exit(9)
         self.send_response(200)
         self.end_headers()
 
@@ -61,6 +69,21 @@ def test_chat_starts_a_server_and_ends_it(capfd):
     assert printed.out.endswith('", "max_new_tokens=9", "--user", "me"]\n')
     assert "loading folder 1\n" in printed.err
     assert printed.err.count("a request") <= 1  # the first; lines about those of the chat would mix with it
+
+
+def test_a_chat_reaches_its_server_past_a_proxy(capfd, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://localhost:9")
+    monkeypatch.setenv("NO_PROXY", "elsewhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run("chat", "folder") == 5
+    assert serving._chat_environment()["no_proxy"] == "elsewhere,localhost"
+    assert "HF_HUB_OFFLINE" not in serving._chat_environment()
+
+
+def test_a_server_that_ends_during_the_chat_is_reported(capfd):
+    assert run("chat", "folder", "stop") == 5
+    error = capfd.readouterr().err
+    assert error.endswith("out of memory\nhfq: the server ended during the chat, with status 9.\n")
 
 
 def test_chat_ends_with_the_server(capfd):
@@ -118,10 +141,15 @@ def test_a_hub_that_cannot_be_asked_leaves_the_error_to_the_server(model, monkey
     assert run("chat", "organization/model") == 5
 
 
-def test_a_termination_ends_the_server():
-    with pytest.raises(SystemExit) as ended, serving._server("folder", ""):
-        serving._leave(15, None)
-    assert ended.value.code == 143
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server(number):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, serving._server("folder", "") as url:
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == before
+    with pytest.raises(ConnectionError):
+        http.client.HTTPConnection("localhost", int(url.rpartition(":")[2])).connect()
 
 
 def test_a_server_that_ends_without_an_error_is_a_failure(tmp_path):

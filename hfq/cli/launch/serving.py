@@ -25,6 +25,7 @@ from hfq.cli.launch.run_program import (
     run_program,
 )
 from hfq.errors import CheckpointError, SetupError
+from hfq.launch_environment import say
 
 __all__ = ["chat", "serve"]
 
@@ -65,10 +66,18 @@ def chat(model: Served, arguments: ChatArguments = None, *, options: str) -> Non
     _check_packages()
     _check_chat_template(model)
     with _server(model, options) as url:
-        # huggingface_hub 2.4 offline does not reach the server of this machine either
-        environment = {name: value for name, value in os.environ.items() if name not in _OFFLINE}
-        status = run_program([*_TRANSFORMERS, "chat", model, url, *(arguments or ())], environment)
+        status = run_program([*_TRANSFORMERS, "chat", model, url, *(arguments or ())], _chat_environment())
     raise typer.Exit(status)
+
+
+def _chat_environment() -> dict[str, str]:
+    """Returns an environment in which a chat reaches the server of this machine.
+
+    huggingface_hub 2.4 does not reach it offline, nor through a proxy.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _OFFLINE}
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    return {**environment, "no_proxy": f"{direct},localhost" if direct else "localhost"}
 
 
 def _check_packages() -> None:
@@ -126,7 +135,7 @@ def _server(model: str, options: str) -> Iterator[str]:
         tempfile.TemporaryFile("w+b") as said,
     ):
         environment = enabling_environment(os.environ, options, record.name)
-        before = signal.signal(signal.SIGTERM, _leave)
+        before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
         server = subprocess.Popen(
             command,
             env=environment,
@@ -136,9 +145,12 @@ def _server(model: str, options: str) -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            _wait_until_ready(server, port, said)
+            shown = _wait_until_ready(server, port, said)
             report_record("transformers serve", record.read().splitlines())
             yield f"http://localhost:{port}"
+            if server.poll() is not None:
+                _show(said, shown)
+                say(f"the server ended during the chat, with status {exit_status(server.returncode)}.")
         finally:
             server.terminate()
             try:
@@ -146,15 +158,19 @@ def _server(model: str, options: str) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _leave(number: int, frame: Any) -> None:
     sys.exit(128 + number)
 
 
-def _wait_until_ready(server: subprocess.Popen, port: int, said: IO[bytes]) -> None:
+def _wait_until_ready(server: subprocess.Popen, port: int, said: IO[bytes]) -> int:
     """Waits for a server to answer, and shows on standard error what it prints until then.
+
+    Returns:
+        The number of bytes shown.
 
     Raises:
         typer.Exit: The server has ended, with its exit status.
@@ -162,15 +178,20 @@ def _wait_until_ready(server: subprocess.Popen, port: int, said: IO[bytes]) -> N
     shown = 0
     while True:
         has_ended, is_ready = server.poll() is not None, _answers(port)
-        text = os.pread(said.fileno(), 1 << 20, shown)
-        shown += len(text)
-        sys.stderr.write(text.decode("utf-8", "replace"))
-        sys.stderr.flush()
+        shown = _show(said, shown)
         if has_ended:
             raise typer.Exit(exit_status(server.returncode) or 1)
         if is_ready:
-            return
+            return shown
         time.sleep(_POLL_SECONDS)
+
+
+def _show(said: IO[bytes], shown: int) -> int:
+    """Shows further bytes of a file on standard error; returns the number of all shown."""
+    text = os.pread(said.fileno(), 1 << 20, shown)
+    sys.stderr.write(text.decode("utf-8", "replace"))
+    sys.stderr.flush()
+    return shown + len(text)
 
 
 def _answers(port: int) -> bool:
@@ -180,7 +201,7 @@ def _answers(port: int) -> bool:
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
     finally:
         connection.close()
