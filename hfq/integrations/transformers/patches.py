@@ -144,12 +144,16 @@ def _validating(original: Callable) -> Callable:
         if named is not None:
             check_inside("config.json", [str(named)])
         checkpoint = load_context().checkpoint
-        if checkpoint is not None and checkpoint.gguf is not None:
+        is_adapter = str(named).startswith("adapter_model.")  # loaded last, and often from another folder
+        if checkpoint is not None and checkpoint.gguf is not None and not is_adapter:
             return [*checkpoint.headers], None
         resolved = original(*args, **kwargs)
         files, metadata = resolved
         if files and all(file.endswith(".safetensors") for file in files):
             check_inside("the index", (metadata or {}).get("weight_map", {}).values())
+            if is_adapter:
+                Checkpoint.from_files(files)
+                return resolved
             checkpoint = opened_checkpoint(files)
             check_sizes(checkpoint, load_context().chooses_attention)
             remember_checkpoint(checkpoint)

@@ -280,6 +280,7 @@ def test_transformers_own_adapter_methods_work(trained, device_map, tmp_path):
     assert torch.equal(logits(model), expected)
     model.disable_adapters()
     assert torch.equal(logits(model), base)
+    assert torch.equal(logits(load(str(folder), device_map)), expected), "with its base in one call"
     model = load(device_map=device_map)
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path)
