@@ -344,6 +344,12 @@ def test_pickles_on_the_hub_are_quantized_if_their_config_says_so(hub, tmp_path,
         assert "neither a safetensors checkpoint nor a GGUF file" in unseen
 
 
+def test_an_adapter_is_quantized_if_its_base_is(tmp_path):
+    for base, is_quantized in ((GPTQ, True), (FLOAT, False), (str(tmp_path), False)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        assert (launched_loads._look(tmp_path, {})[0] is not None) == is_quantized
+
+
 def test_tensors_that_contradict_the_config_are_quantized(monkeypatch):
     def contradicting(*_):
         raise FormatError("a contradiction", fix="none")

@@ -172,8 +172,13 @@ def _method(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _look(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+def _look(path: Any, kwargs: Mapping[str, Any], is_base: bool = False) -> tuple[Any, str]:
     """Returns the quantization config of a checkpoint, without a download of weights.
+
+    Args:
+        path: The checkpoint, or an adapter; its base then counts.
+        kwargs: Arguments of `from_pretrained`.
+        is_base: True for the base of an adapter.
 
     Returns:
         The config: None for a checkpoint that is not quantized, and empty if only the tensors are. The second
@@ -187,6 +192,9 @@ def _look(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
         with find_checkpoint(path, **access) as found:
             return _detected(Checkpoint.open(found.folder, variant=kwargs.get("variant"))), ""
     except CheckpointError as error:  # transformers also reads files that hfq does not, such as pickles
+        base = _base_of(path, access)
+        if base != path and not is_base:
+            return _look(base, kwargs, is_base=True)
         why = error.message.partition(". ")[0].rstrip(".")
         return _declared(path, access), f"hfq could not look at its tensors: {why}"
 
@@ -202,6 +210,16 @@ def _detected(checkpoint: Checkpoint) -> Mapping | None:
     except FormatError:  # the load raises it again
         pass
     return source or {}
+
+
+def _base_of(path: Any, access: Mapping[str, Any]) -> Any:
+    """Returns the base of an adapter, as transformers finds it; other paths are returned as they are."""
+    from transformers.integrations.peft import maybe_load_adapters
+
+    try:
+        return maybe_load_adapters(path, access)[1]
+    except OSError:  # the load raises it again
+        return path
 
 
 def _declared(path: Any, access: Mapping[str, Any]) -> Any:
