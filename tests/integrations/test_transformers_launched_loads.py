@@ -181,6 +181,7 @@ SAID = " The program's {} replaces device_map of hfq launch."
             SAID.format("max_memory={'cpu': 9}"),
         ),
         ({"tp_plan": "auto"}, None, SAID.format("tp_plan='auto'")),
+        ({"distributed_config": 2}, None, SAID.format("distributed_config=2")),
     ],
 )
 def test_explicit_placements_of_the_program_win(program, used, said):

@@ -23,6 +23,7 @@ from hfq.loading.argument_checks import check_arguments
 from hfq.loading.config import METHOD, OPTIONS, HfqConfig
 from hfq.loading.context import load_context
 from hfq.loading.ranks import is_zero3
+from hfq.loading.tensor_parallel.slices import ARGUMENTS
 from hfq.placement.device_map import AUTOMATIC
 from hfq.tables import as_size
 
@@ -213,7 +214,7 @@ def _detected(checkpoint: Checkpoint) -> Mapping | None:
 
 
 def _base_of(path: Any, access: Mapping[str, Any]) -> Any:
-    """Returns the base of an adapter, as transformers finds it; other paths are returned as they are."""
+    """Returns the base of an adapter, as transformers finds it, or the path itself."""
     from transformers.integrations.peft import maybe_load_adapters
 
     try:
@@ -244,10 +245,11 @@ def _place(placement: Mapping[str, Any], kwargs: dict[str, Any]) -> str:
         kwargs["offload_folder"] = placement["offload_folder"]
     asked = [name for name in ("device_map", "max_memory") if name in placement]
     device_map = kwargs.get("device_map")
+    parallel = next((name for name in ARGUMENTS if kwargs.get(name) is not None), None)
     if is_zero3():
         own = "ZeRO-3"
-    elif kwargs.get("tp_plan") is not None:
-        own = f"tp_plan={kwargs['tp_plan']!r}"
+    elif parallel is not None:
+        own = f"{parallel}={kwargs[parallel]!r}"
     elif kwargs.get("max_memory"):
         own = f"max_memory={kwargs['max_memory']!r}"
     elif device_map is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):

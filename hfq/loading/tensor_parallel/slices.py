@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hfq.loading.state import LoadState
 
 __all__ = [
+    "ARGUMENTS",
     "asks_for_ranks",
     "check_alone",
     "check_distributed",
@@ -40,7 +41,7 @@ __all__ = [
 
 logger = logging.get_logger("hfq")
 
-_ARGUMENTS = ("tp_plan", "tp_size", "distributed_config")
+ARGUMENTS = ("tp_plan", "tp_size", "distributed_config")
 _OTHER_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
 _AXES = {
     "colwise": "out",
@@ -59,7 +60,7 @@ _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_p
 
 def asks_for_ranks(kwargs: Mapping[str, Any]) -> bool:
     """Returns True if the arguments of `from_pretrained` request tensor parallelism."""
-    return any(kwargs.get(name) is not None for name in _ARGUMENTS)
+    return any(kwargs.get(name) is not None for name in ARGUMENTS)
 
 
 def noting_meshes(original: Callable) -> Callable:
@@ -114,7 +115,7 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
         )
     if not asks_for_ranks(kwargs):
         return
-    asked = next(name for name in _ARGUMENTS if kwargs.get(name) is not None)
+    asked = next(name for name in ARGUMENTS if kwargs.get(name) is not None)
     plan = kwargs.get("tp_plan")
     if plan is not None and plan != "auto" and not isinstance(plan, dict):
         raise SetupError(
