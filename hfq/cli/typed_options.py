@@ -95,7 +95,7 @@ def as_typed(
         if not isinstance(text, str) or "config.json" in text or "quantization_config" in text:
             return text
         for name, option in options.items():
-            text = re.sub(rf"\b{name}=\{{([^}}]*)\}}", partial(_sizes, option), text)
+            text = re.sub(rf"\b{name}=\{{([^}}]*)\}}", partial(_dict, option, (given or {}).get(name)), text)
             text = re.sub(rf"\b{name}=\[([^]]*)\]", partial(_repeated, option), text)
             text = re.sub(rf"\b{name}=True\b", option, text)
             text = re.sub(rf"\b{name}=False\b", option.replace("--", "--no-"), text)
@@ -133,7 +133,9 @@ def _repeated(option: str, found: re.Match[str]) -> str:
     return " ".join(f"{option} {item}" for item in re.findall(r"'([^']*)'", found[1]))
 
 
-def _sizes(option: str, found: re.Match[str]) -> str:
-    """Returns an option and the items of a dict with bytes by device, such as `cpu=123B,0=456B`."""
+def _dict(option: str, given: tuple[str, str] | None, found: re.Match[str]) -> str:
+    """Returns an option with a dict: as typed, or bytes by device as `cpu=123B,0=456B`."""
     sizes = re.findall(r"[\"']?(\w+)[\"']?: ([0-9]+)", found[1])
+    if not sizes:
+        return found[0] if given is None else " ".join(given)
     return f"{option} {','.join(f'{device}={nbytes}B' for device, nbytes in sizes)}"

@@ -13,6 +13,7 @@ import pytest
 from hfq.cli.launch.load_options import load_options, resolve_options
 from hfq.cli.launch.run_program import enabling_environment, find_program, report_record, run_enabled
 from hfq.cli.main import main
+from hfq.cli.typed_options import as_typed
 from hfq.errors import SetupError
 from hfq.launch_environment import CONFIG, ENABLE
 from tests.support import programs, tiny_models
@@ -222,6 +223,7 @@ def test_wrong_options_are_errors(options, message):
         ("{", "The options in --config are not valid JSON."),
         ('["disk"]', "The options in --config are not a JSON object."),
         ('{"devcie_map": "disk"}', "The options in {file} have the unknown key 'devcie_map'. Did you mean"),
+        ('{"offload_folder": 5}', "The options in {file} are not valid: offload_folder is not a path."),
     ],
 )
 def test_wrong_config_files_are_errors(tmp_path, text, message):
@@ -231,6 +233,13 @@ def test_wrong_config_files_are_errors(tmp_path, text, message):
         resolve_options({"config": str(file)})
     assert raised.value.message.startswith(message.format(file=file))
     assert raised.value.fix
+
+
+def test_an_error_has_a_device_map_as_it_was_typed():
+    typed = ("--device-map", "disk")
+    error = SetupError("no automatic map", found="device_map={'': 'disk'}", fix="none")
+    assert as_typed(error, {"device_map": typed[0]}, {"device_map": typed}).found == "--device-map disk"
+    assert as_typed(error, {"device_map": typed[0]}).found == "--device-map={'': 'disk'}"
 
 
 def test_errors_of_a_config_file_name_its_keys(capsys, tmp_path):
@@ -255,6 +264,8 @@ def test_the_command_line_wins_over_the_config_file(tmp_path):
         "max_memory": {"cpu": 2 << 30},
         "device_map": "auto",
     }
+    folder = json.loads(resolve_options({"offload_folder": "layers"}))["offload_folder"]
+    assert folder == os.path.abspath("layers"), "the program may change its folder"
     recipe = {"quantize_weights": '{"method": "rtn", "bits": 4}'}
     assert json.loads(resolve_options(recipe)) == {"quantize_weights": {"method": "rtn", "bits": 4}}
 

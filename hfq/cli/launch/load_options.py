@@ -127,6 +127,19 @@ def answer(descriptor: int) -> None:
         pickle.dump(found, answers)
 
 
+def _of_file(error: HfqError, source: str) -> HfqError:
+    """Returns an error about an option that names where the option comes from."""
+    start = "The options in "  # such messages name the keys, not the options of the command line
+    named = error.message.startswith(start)
+    return type(error)(
+        error.message if named else f"{start}{source} are not valid: {error.message}",
+        expected=error.expected,
+        found=error.found,
+        problems=error.problems,
+        fix=error.fix,
+    )
+
+
 def resolve_options(given: Mapping[str, Any]) -> str:
     """Returns the options of a config file and of a command line as one JSON object.
 
@@ -142,7 +155,10 @@ def resolve_options(given: Mapping[str, Any]) -> str:
     file = typed.pop("config", "")
     source = file if not file.lstrip().startswith("{") else CONFIG
     options = read_options(file, "--config")
-    LaunchOptions.of(options, source)
+    try:
+        LaunchOptions.of(options, source)
+    except HfqError as error:
+        raise _of_file(error, source) from error
     if "device_map" in typed:
         typed["device_map"] = parse_device_map(typed["device_map"])
     if "max_memory" in typed:
@@ -152,4 +168,6 @@ def resolve_options(given: Mapping[str, Any]) -> str:
         typed["quantize_weights"] = read_options(typed["quantize_weights"], "--quantize-weights")
     options |= typed
     LaunchOptions.of(options)
+    if options.get("offload_folder") is not None:  # the program may change its folder
+        options["offload_folder"] = os.path.abspath(options["offload_folder"])
     return json.dumps(options)
