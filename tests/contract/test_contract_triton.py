@@ -8,10 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from hfq.formats import Format
+from hfq.formats.gguf.gptqmodel_rows import GptqmodelGguf
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.kernels.cuda import triton_linear
 from hfq.tensor_spec import TensorSpec
 from tests.contract.test_contract_format import IN, MODULE, OUT
+from tests.support.gguf_files import exact_blocks
 from tests.support.triton_device import DEVICE, skip_without_codec
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -32,6 +34,10 @@ def exact(case, detected):
             made[spec.name] = exact_values(spec, tensors[spec.name], generator)
     if getattr(weight_format, "multiplier", 1.0) != 1.0:
         made[weight_format.scale] = torch.full_like(tensors[weight_format.scale], 127.0)
+    if isinstance(weight_format, GptqmodelGguf):
+        count = made["qweight"].numel() // weight_format.type.nbytes
+        blocks = torch.from_numpy(exact_blocks(weight_format.type_name, count))
+        made["qweight"] = blocks.view(made["qweight"].shape)
     return weight_format, on_device(without_nan(weight_format, made))
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "STRING",
     "ARRAY",
     "entry",
+    "exact_blocks",
     "key",
     "nbytes_of",
     "pack",
@@ -134,4 +135,14 @@ def random_blocks(name, count, seed=0, scale=None):
         blocks[:, 0] = blocks[:, 0] % 100 + 50 if scale is None else 120 + blocks[:, 0] % 4
     if name == "NVFP4" and scale is not None:
         blocks[:, :4] = 24 + blocks[:, :4] % 8
+    return blocks
+
+
+def exact_blocks(name, count, seed=0):
+    """Returns random blocks of a type whose scales are 1, so that their values are integers."""
+    blocks = random_blocks(name, count, seed)
+    for place in _HALVES.get(name, ()):
+        blocks[:, place : place + 2] = np.ones(1, np.float16).view(np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = 128
     return blocks

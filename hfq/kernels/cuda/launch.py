@@ -223,6 +223,8 @@ class Product:
             if self.uses_dot:
                 return Blocks(units, max(64 // layout.positions, 16))
             return Blocks(32, 16 if self.size == 1 else 8, 8 if self.size == 4 else 4)
+        if layout.block is not None:
+            return Blocks(16, 64, stages=1) if self.uses_dot else Blocks(32, 16, 8 if self.size == 4 else 4)
         if layout.loading not in ("runs", "quads") or layout.positions < 4:
             return Blocks(64, 32)
         if self.uses_dot:  # a pipeline of loads from a table would take more shared memory than cards have

@@ -20,6 +20,7 @@ LAYERS = [
     "w3 g32",
     "fp8 blocks of 48x80",
     "int8 groups asym",
+    pytest.param("ggml Q4_K", marks=pytest.mark.every_dialect),
 ]
 
 

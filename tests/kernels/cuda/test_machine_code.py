@@ -16,8 +16,12 @@ LIMITS = {80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Returns (format, architecture, kernel) → the counts of a kernel."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    done = programs.run("compile_triton", timeout=500, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
+    return counts_of(tmp_path_factory.mktemp("triton"))
+
+
+def counts_of(cache, *arguments):
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = programs.run("compile_triton", *arguments, timeout=500, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(eval(line) for line in done.stdout.splitlines())
 
@@ -42,3 +46,15 @@ def test_some_rows_use_tensor_cores_within_the_shared_memory_of_every_card(compi
         if architecture in LIMITS:
             assert counts["registers"] <= 168, (name, architecture)
             assert counts["shared"] <= LIMITS[architecture], (name, architecture)
+
+
+@pytest.mark.every_dialect
+def test_every_type_of_blocks_compiles_without_spills(tmp_path):
+    found = counts_of(tmp_path, "blocks")
+    assert len(found) == 18
+    for (name, _, kernel), counts in found.items():
+        assert counts["stack"] == 0, name
+        assert counts["shared"] <= LIMITS[90], name
+        assert counts["registers"] <= 168, name
+        assert (counts["tensor"] > 0) == (kernel == "some"), name
+        assert kernel == "some" or counts["instructions"] <= 12.5, name

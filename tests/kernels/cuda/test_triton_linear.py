@@ -3,19 +3,32 @@
 import pytest
 import torch
 
-from tests.support.kernel_layers import CASES
+from tests.support.gguf_files import exact_blocks, random_blocks
+from tests.support.kernel_layers import CASES, misplaced
 from tests.support.triton_device import DEVICE, made, random_rows, skip_without_codec
 
 pytest.importorskip("triton")
 
+from hfq.checkpoint.gguf.block_types import block_type
 from hfq.formats import ActivationScheme
+from hfq.formats.gguf.block_rows import Gguf, positions
+from hfq.formats.gguf.gptqmodel_rows import GptqmodelGguf
 from hfq.kernels.activations import quantize_activations
 from hfq.kernels.cuda import launch, triton_linear
+from hfq.kernels.cuda.layers import describe, reason_against
 from hfq.kernels.layer_tensors import LayerTensors
+from hfq.tensor_spec import Blocks, StoredOrder
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Relative tolerances: float32 sums of some hundred terms, and rounding of the weight and of the result."""
+
+
+BLOCKS = ("Q4_0", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+LAYOUTS = [
+    pytest.param(name, marks=pytest.mark.every_dialect) if name.startswith("ggml") else name for name in CASES
+]
+"""All layers; the fast tests of blocks are below."""
 
 
 def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format) -> None:
@@ -29,7 +42,7 @@ def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format
     assert (found.double() - expected).norm() <= ROUNDING[dtype] * (1 + ("bias" in tensors)) * expected.norm()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_multiplied(name):
     weight_format, tensors = made(name)
     skip_without_codec(weight_format)
@@ -37,6 +50,49 @@ def test_every_layout_is_multiplied(name):
     for dtype, count in ((torch.float32, 3), (torch.bfloat16, 1), (torch.float16, 17)):
         activations = random_rows(count, in_features, dtype)
         check(triton_linear.linear(activations, tensors, weight_format), activations, tensors, weight_format)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_decoded_bit_for_bit(name):
+    """Panels equal the CPU's decoder; products of blocks of integers are exact."""
+    kind = block_type(name)
+    weight_format, rows = Gguf(Blocks(name, is_layer=True)), 5
+    count = rows * 512 // kind.size
+    weight = torch.from_numpy(random_blocks(name, count)).view(rows, -1).to(DEVICE)
+    panel = torch.empty(rows, 512, device=DEVICE)
+    launch.expand(panel, describe(weight_format, {"weight": weight}), 0)
+    assert torch.equal(panel, weight_format.dequantize({"weight": weight}))
+    tensors = {"weight": torch.from_numpy(exact_blocks(name, count)).view(rows, -1).to(DEVICE)}
+    whole = weight_format.dequantize(tensors).double().t()
+    for size in (1, 5):  # one of each kernel
+        activations = torch.randint(-2, 3, (size, 512), generator=torch.Generator().manual_seed(size))
+        found = triton_linear.linear(activations.float().to(DEVICE), tensors, weight_format)
+        assert torch.equal(found.double(), activations.double().to(DEVICE) @ whole)
+
+
+def test_blocks_at_odd_addresses_and_in_another_order_give_the_same_bits():
+    order = StoredOrder(4, 2, 2, 2, 1)
+    weight_format = Gguf(Blocks("Q4_K", is_layer=True, rows=order))
+    weight = torch.from_numpy(random_blocks("Q4_K", order.size, scale=0.01)).to(DEVICE)
+    panel = torch.empty(order.size, 256, device=DEVICE)
+    launch.expand(panel, describe(weight_format, {"weight": weight}), 0)
+    assert torch.equal(panel, weight_format.dequantize({"weight": weight}))
+    ordered = {"weight": weight[positions(order, DEVICE)]}
+    for count, shift in ((2, 1), (5, 2)):  # one of each kernel
+        rows = random_rows(count, 256, torch.float32)
+        expected = triton_linear.linear(rows, ordered, Gguf(Blocks("Q4_K", is_layer=True)))
+        moved = misplaced({"weight": weight}, shift) if DEVICE.type == "cpu" else {"weight": weight}
+        for tensors in ({"weight": weight}, moved):
+            assert torch.equal(triton_linear.linear(rows, tensors, weight_format), expected)
+
+
+def test_blocks_that_the_kernels_do_not_read_are_named():
+    blocks = Blocks("Q4_K", is_layer=True, columns=StoredOrder(0, 1, 2, 128, 1))
+    assert reason_against(Gguf(blocks)) == "the file has the columns in another order"
+    scaled = Gguf(Blocks("Q4_K", is_layer=True), scale_shape=(1,))
+    assert reason_against(scaled) == "it does not read a scale of all blocks"
+    assert reason_against(Gguf(Blocks("IQ3_S", is_layer=True))) == "it does not read blocks of IQ3_S"
+    assert reason_against(GptqmodelGguf("Q2_0")) == "it does not read blocks of Q2_0"
 
 
 @pytest.mark.parametrize("name", ["w4 act-order", "fp8 blocks of 48x80"])

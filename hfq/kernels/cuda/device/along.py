@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hfq.kernels.cuda.device.blocks import block_unit, stored_row
 from hfq.kernels.cuda.device.elements import channel_of, element, fetch, group_of, scale_of, unit, zero_of
 
 __all__ = ["few", "prepare", "some"]
@@ -93,7 +94,9 @@ def prepare(
 @triton.jit
 def loaded(codes, n, w, in_features, code_word, code_other, slab, mask, LAYOUT: tl.constexpr):
     """Loads the words of units, or single codes if the layer has no units of whole words."""
-    if LAYOUT.loading == "runs" or (LAYOUT.loading == "quads" and LAYOUT.positions == 8):
+    if LAYOUT.loading == "blocks" and LAYOUT.positions != 1:
+        words = block_unit(codes, n, w, code_other, mask, LAYOUT)
+    elif LAYOUT.loading == "runs" or (LAYOUT.loading == "quads" and LAYOUT.positions == 8):
         words = unit(codes, n, w, code_word, code_other, mask, LAYOUT)
     else:
         wide_n, wide_w = n.to(tl.int64), w.to(tl.int64)
@@ -279,8 +282,8 @@ def few(
     bad = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.uint32)
     for step in range(STEPS):
         w = (split * STEPS + step) * BLOCK_W + tl.arange(0, BLOCK_W)
-        at_n, at_w = n[None, :], w[:, None]
-        mask = (at_w < units) & (at_n < out_features)
+        at_n, at_w = stored_row(n, LAYOUT)[None, :], w[:, None]
+        mask = (at_w < units) & (n < out_features)[None, :]
         words = loaded(codes, at_n, at_w, in_features, code_word, code_other, slab, mask, LAYOUT)
         if INVALID is not None:
             bad = bad | INVALID(words)
@@ -382,8 +385,8 @@ def some(
     bad = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.uint32)
     for step in range(STEPS):
         w = (split * STEPS + step) * BLOCK_W + tl.arange(0, BLOCK_W)
-        at_n, at_w = n[None, :], w[:, None]
-        mask = (at_w < units) & (at_n < out_features)
+        at_n, at_w = stored_row(n, LAYOUT)[None, :], w[:, None]
+        mask = (at_w < units) & (n < out_features)[None, :]
         words = loaded(codes, at_n, at_w, in_features, code_word, code_other, slab, mask, LAYOUT)
         if INVALID is not None:
             bad = bad | INVALID(words)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hfq.kernels.cuda.device.blocks import block_element, block_minimum, block_scale
+
 __all__ = ["channel_of", "element", "group_of", "scale_of", "unit", "zero_of"]
 
 
@@ -85,7 +87,9 @@ def element(codes, n, k, in_features, code_word, code_other, slab, mask, LAYOUT:
     WORD: tl.constexpr = LAYOUT.word
     PLACE: tl.constexpr = LAYOUT.place
     SHARE: tl.constexpr = WORD // BITS
-    if LAYOUT.loading == "planes":
+    if LAYOUT.loading == "blocks":
+        code = block_element(codes, n, k, code_other, mask, LAYOUT)
+    elif LAYOUT.loading == "planes":
         code = planes(codes, k, n, code_word, code_other, mask, BITS)
     elif LAYOUT.loading == "slabs":
         flat = n * in_features + k
@@ -172,6 +176,30 @@ def scale_of(
     LAYOUT: tl.constexpr,
 ):
     """Loads the scales of (output, group) pairs as float32."""
+    if LAYOUT.block is not None:
+        scale = block_scale(scales, n, group, scale_n, mask, LAYOUT)
+    else:
+        scale = _separate_scale(
+            scales, nested, nested_table, nested_offset, factor, n, group, scale_n, scale_g, mask, LAYOUT
+        )
+    return scale
+
+
+@triton.jit
+def _separate_scale(
+    scales,
+    nested,
+    nested_table,
+    nested_offset,
+    factor,
+    n,
+    group,
+    scale_n,
+    scale_g,
+    mask,
+    LAYOUT: tl.constexpr,
+):
+    """Loads scales from tensors of their own."""
     block = n
     if LAYOUT.block_out != 1:
         block = (n + LAYOUT.offset[0]) // LAYOUT.block_out
@@ -200,6 +228,16 @@ def scale_of(
 @triton.jit
 def zero_of(zeros, n, group, zero_word, zero_other, mask, LAYOUT: tl.constexpr):
     """Loads the zero points of (output, group) pairs as float32."""
+    if LAYOUT.block is not None:
+        zero = block_minimum(zeros, n, group, zero_word, mask, LAYOUT)
+    else:
+        zero = _separate_zero(zeros, n, group, zero_word, zero_other, mask, LAYOUT)
+    return zero
+
+
+@triton.jit
+def _separate_zero(zeros, n, group, zero_word, zero_other, mask, LAYOUT: tl.constexpr):
+    """Loads zero points from tensors of their own."""
     if LAYOUT.zero_along == "n":
         i, j = n, group
     else:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from hfq.kernels.cuda.device.along import rounded, weight_of
+from hfq.kernels.cuda.device.blocks import stored_row
 from hfq.kernels.cuda.device.elements import element, group_of, scale_of, zero_of
 
 __all__ = ["expand"]
@@ -57,7 +58,7 @@ def expand(
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     mask = (row < rows) & (k < in_features)
-    n = (first + row).to(tl.int64)
+    n = stored_row((first + row).to(tl.int64), LAYOUT)
     words = (element(codes, n, k.to(tl.int64), in_features, code_word, code_other, slab, mask, LAYOUT),)
     group = group_of(index, n, k, in_features, mask, LAYOUT)
     scale = scale_of(

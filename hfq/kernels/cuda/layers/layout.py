@@ -14,13 +14,45 @@ from typing import Literal
 
 import torch
 
-__all__ = ["PLANES", "Layer", "Layout", "Place", "fast"]
+__all__ = ["PLANES", "BlockPlaces", "Layer", "Layout", "Place", "fast"]
 
-Loading = Literal["stream", "planes", "slabs", "quads", "runs", "across"]
+Loading = Literal["stream", "planes", "slabs", "quads", "blocks", "runs", "across"]
+Scale = Literal["float", "power", "e4m3", "e5m3", "nested", "half_power", "six_bits", "bytes", "split_bits"]
 Place = Literal["plain", "high_first", "awq"]
 
 PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 """Widths of the bit planes of gptqmodel's planar layout, the lowest first; other bits have one plane."""
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+_UNIT = 16
+"""Codes of a unit of a block; no group is smaller."""
+
+
+@dataclass(frozen=True)
+class BlockPlaces:
+    """Places of the parts of one of ggml's blocks.
+
+    Attributes:
+        size: Codes of a block.
+        nbytes: Bytes of a block.
+        codes: The first byte of the codes, or of their lower four bits.
+        run: Bytes whose lower halves come before their upper ones; 0 if each code is a byte.
+        high: The first byte of the bits above the lower four, in runs of 32 bytes.
+        high_bits: Bits of a code there.
+        scale: The first byte of the float16 scale.
+        word: Bits that are loaded at once.
+    """
+
+    size: int
+    nbytes: int
+    codes: int
+    run: int = 0
+    high: int = 0
+    high_bits: int = 0
+    scale: int = 0
+    word: int = 8
 
 
 @dataclass(frozen=True)
@@ -33,7 +65,7 @@ class Layout:
         word: Bits of an element of the tensor of codes.
         loading: How a kernel finds codes. `stream`: code i of a stream of words. `planes`: bit planes.
             `slabs`: the weight is cut into slabs, and a word holds one code of each. `quads`: AWQ's
-            gemv_fast. For kernels that load whole words: `runs`, and `quads`.
+            gemv_fast. `blocks`: ggml's. For kernels that load whole words: `runs`, `quads`, and `blocks`.
         along: The index that streams run along: `k`, `n`, or `flat` (n * in_features + k).
         place: The order of codes in a stream: `plain`; `high_first`, pairs of nibbles swapped; `awq`, the
             even columns of eight first.
@@ -48,11 +80,13 @@ class Layout:
         span: Channels of a group.
         block_out: Output rows that share scales.
         offset: Output rows and channels of the first block that the layer lacks.
-        scale: The stored scale: `float`, `power` (E8M0), `e4m3`, `e5m3`, or `nested` (codes of a table).
+        scale: The stored scale: `float`, `power` (E8M0), `e4m3`, `e5m3`, or `nested` (codes of a table). In
+            blocks: `float`, `half_power` (E8M0, halved), or a float times codes: `six_bits` (Q4_K and Q5_K),
+            `bytes` (Q6_K), or `split_bits` (IQ4_XS).
         divides: True if codes are divided by scales.
         has_factor: True if scales are multiplied by the layer's factor.
         nested_size: Scales that share a nested scale.
-        zero: The zero point: `none`, `packed` in words, or `stored` as a number.
+        zero: The zero point: `none`, `packed` in words or blocks, or `stored` as a number.
         zero_bits: Bits of a packed zero point.
         zero_along: The index that packed zero points run along: `n` or `g`.
         zero_place: As `place`, or `planes`.
@@ -62,6 +96,9 @@ class Layout:
             or subtracted from, the product of code and scale.
         is_even: True if tiles divide the layer, so that kernels need no masks.
         shared: The scale of the whole layer: `none`, `multiplies`, or `divides`.
+        block: The places in a block, for `loading="blocks"`.
+        rows: The order of stored rows: start, first, second, and inner of `StoredOrder`; None if it is that
+            of the outputs.
     """
 
     codec: str
@@ -80,7 +117,7 @@ class Layout:
     span: int = 1
     block_out: int = 1
     offset: tuple[int, int] = (0, 0)
-    scale: Literal["float", "power", "e4m3", "e5m3", "nested"] = "float"
+    scale: Scale = "float"
     divides: bool = False
     has_factor: bool = False
     nested_size: int = 1
@@ -93,6 +130,8 @@ class Layout:
     zero_sign: int = 0
     is_even: bool = False
     shared: Literal["none", "multiplies", "divides"] = "none"
+    block: BlockPlaces | None = None
+    rows: tuple[int, int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +198,8 @@ def fast(layer: Layer) -> Layer | None:
     layout = layer.layout
     if layout.grouping != "span":
         return None
+    if layout.block is not None:
+        return _blocks(layer, layout.block)
     if layout.loading == "slabs" or layout.along == "n":
         return _across(layer)
     if layout.loading == "planes":
@@ -176,6 +217,31 @@ def fast(layer: Layer) -> Layer | None:
         layer.layout, loading=loading, codec=codec, count=count, positions=positions, along="k"
     )
     return dataclasses.replace(layer, layout=layout)
+
+
+def _blocks(layer: Layer, block: BlockPlaces) -> Layer:
+    """Returns a layer of blocks in units, read in the widest words that its address allows."""
+    first = layer.codes.data_ptr(), layer.codes.storage_offset()
+    nbytes = math.gcd(block.nbytes, block.codes, block.high, *first, 4)
+    layout = dataclasses.replace(
+        layer.layout,
+        bits=8,
+        word=32,
+        count=_UNIT // 4,
+        positions=_UNIT,
+        block=dataclasses.replace(block, word=8 * nbytes),
+    )
+    rows, halves = layer.codes.view(_WORDS[nbytes]), layer.codes.view(_WORDS[min(nbytes, 2)])
+    return dataclasses.replace(
+        layer,
+        layout=layout,
+        codes=rows,
+        scales=halves,
+        zeros=None if layer.zeros is None else halves,
+        code_other=rows.shape[1],
+        scale_n=halves.shape[1],
+        zero_word=halves.shape[1],
+    )
 
 
 def _runs(layer: Layer) -> tuple[Layer, int, int]:

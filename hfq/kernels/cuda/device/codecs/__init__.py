@@ -35,6 +35,7 @@ CODECS = {
     "e4m3": Codec(fp8.decode_e4m3, 120, fp8.invalid_e4m3),
     "e5m2": Codec(fp8.decode_e5m2),
     "fp4": Codec(fp4.decode, 126),
+    "fp4_twice": Codec(fp4.decode, 127),
     "e3m2": Codec(fp6.decode_e3m2, 124),
     "e2m3": Codec(fp6.decode_e2m3, 126),
     "table": Codec(lookup.decode),

@@ -11,5 +11,7 @@ __all__ = ["decode"]
 @triton.jit
 def decode(words, table, p: tl.constexpr, LAYOUT: tl.constexpr):
     """Returns code p of a unit, times 2**-126."""
-    word = (words[0] << (28 - 4 * p)).to(tl.int32, bitcast=True)
+    BITS: tl.constexpr = LAYOUT.bits
+    PER_WORD: tl.constexpr = LAYOUT.word // BITS
+    word = (words[p // PER_WORD] << (28 - p % PER_WORD * BITS)).to(tl.int32, bitcast=True)
     return ((word >> 6) & -2118123520).to(tl.float32, bitcast=True)

@@ -11,4 +11,6 @@ __all__ = ["decode"]
 @triton.jit
 def decode(words, table, p: tl.constexpr, LAYOUT: tl.constexpr):
     """Returns the value of code p of a unit."""
-    return tl.load(table + ((words[0] >> (4 * p)) & 15))
+    BITS: tl.constexpr = LAYOUT.bits
+    PER_WORD: tl.constexpr = LAYOUT.word // BITS
+    return tl.load(table + ((words[p // PER_WORD] >> (p % PER_WORD * BITS)) & 15))
