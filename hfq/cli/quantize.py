@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["quantize"]
 
 _METHODS = (
-    "Method: gptq or awq with calibration data, or rtn, fp8, mxfp4, w8a8, w8a16, w4a16, or "
+    "Method: gptq, awq, or qmoe-gptq with calibration data, or rtn, fp8, mxfp4, w8a8, w8a16, w4a16, or "
     "qmoe (round to nearest)."
 )
 

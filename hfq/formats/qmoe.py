@@ -27,7 +27,7 @@ from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.configs.compressed_tensors_config import unusable
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
-__all__ = ["DICTIONARY", "Qmoe", "wrong_width"]
+__all__ = ["DICTIONARY", "Qmoe", "nearest_symbols", "row_bounds", "wrong_width"]
 
 DICTIONARY = {"p0": ZERO_PROBABILITY, "entries": ENTRIES, "max_pairs": LONGEST}
 """The parameters of the only dictionary, as a config may state them."""
@@ -152,9 +152,27 @@ class Qmoe(Format):
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         weight = weight.detach().to(torch.float32)
-        bounds = torch.stack((weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)), 1).bfloat16()
-        low, high = bounds.to(torch.float32).unbind(1)
-        symbols = 2 * (weight > high[:, None] / 2).to(torch.uint8)
-        symbols += weight < low[:, None] / 2
+        bounds = row_bounds(weight)
+        low, high = bounds.to(torch.float32).unsqueeze(2).unbind(1)
+        return self.pack(nearest_symbols(weight, low, high), bounds)
+
+    def pack(self, symbols: torch.Tensor, bounds: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a layer.
+
+        Args:
+            symbols: uint8 [out, in]: 0, 1 for the minimum of the row, or 2 for its maximum.
+            bounds: [out, 2], the minimum and maximum of each row.
+        """
         codes, offsets = encode_rows(symbols)
-        return {"w_comp": codes, "row_off": offsets, "ter_minmax": bounds.flatten()}
+        return {"w_comp": codes, "row_off": offsets, "ter_minmax": bounds.to(torch.bfloat16).flatten()}
+
+
+def row_bounds(weight: torch.Tensor) -> torch.Tensor:
+    """Returns the least and the greatest number of each row and 0, bfloat16 [out, 2]."""
+    return torch.stack((weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)), 1).to(torch.bfloat16)
+
+
+def nearest_symbols(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Returns the symbol of the nearest of 0, `low`, and `high` for each value, uint8."""
+    symbols = 2 * (values > high / 2).to(torch.uint8)
+    return symbols + (values < low / 2)

@@ -17,12 +17,14 @@ from hfq.formats import Format
 from hfq.formats.codecs.thread_buffers import release_buffers
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import check_finite_weight, round_weight
+from hfq.formats.qmoe import Qmoe
 from hfq.loading.matching.quantizable_layers import is_expert, size_of, without_number
-from hfq.quantization.gptq import factorize, solve
+from hfq.quantization.gptq import Factor, Solved, factorize, solve
 from hfq.quantization.layer_inputs import Call, Moments, Stage, find_stages, measure
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.progress import LayerReport
 from hfq.quantization.temporary_forward import hold, tensors_of
+from hfq.quantization.ternary import solve_ternary
 from hfq.quantization.triangular_matrix import TriangularMatrix
 from hfq.recipes.recipe import Recipe
 
@@ -166,17 +168,22 @@ class DecoderLayerQuantizer:
         release_buffers()  # of finished forward passes
         trim_heap()
         factor = factorize(moments.mean(), self.recipe, group[0])
-        damping, weight_format = factor.damping, _as_gptq(self.format)
+        damping = factor.damping
         trim_heap()
         for name in group:
-            solved = solve(self._weight(name), factor, weight_format, self.recipe, name)
+            solved = self._solve(name, factor)
             if name == group[-1]:
                 del factor
             trim_heap()
-            quantized = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
+            quantized = _packed(self.format, solved)
             report = LayerReport(name, "gptq", tokens, solved.loss, damping)
             del solved
             self._keep(name, quantized, report)
+
+    def _solve(self, name: str, factor: Factor) -> Solved:
+        if isinstance(self.format, Qmoe):
+            return solve_ternary(self._weight(name), factor, self.recipe, name)
+        return solve(self._weight(name), factor, _as_gptq(self.format), self.recipe, name)
 
     def _round(self, name: str, tokens: int | None) -> None:
         method = "rtn" if self.recipe.measures else self.recipe.method
@@ -251,6 +258,9 @@ def put_quantized(
     A layer under a temporary forward computes with the tensors directly. Any other layer gets their weight in
     float32.
     """
+    if not weight_format.has_fixed_size:
+        out_features, in_features = size_of(layer)
+        weight_format = weight_format.sized(in_features, out_features)
     if tensors_of(layer) is None:
         put_weight(layer, as_weight(weight_format, recipe, quantized))
     else:
@@ -272,6 +282,14 @@ def _joined(parts: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         dim for dim, (size, found) in enumerate(zip(shape, parts[0].shape, strict=True)) if size != found
     ]
     return torch.cat(parts, divided[0]) if divided else parts[0]
+
+
+def _packed(weight_format: Format, solved: Solved) -> dict[str, torch.Tensor]:
+    """Returns the stored tensors of a solved layer."""
+    if isinstance(weight_format, Qmoe):
+        bounds = torch.stack((solved.zeros[0], solved.scales[0]), 1)
+        return weight_format.pack(solved.codes.t(), bounds)
+    return _as_gptq(weight_format).pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
 
 
 def _as_gptq(weight_format: Format) -> Gptq:

@@ -333,11 +333,12 @@ def _calibration(
         return None
     if text is None:
         what = f"method={recipe.method!r}" if recipe.measures else "distill_steps"
+        other = "method='qmoe'" if recipe.is_for_experts else "method='rtn' without distill_steps"
         raise SetupError(
             f"{what} requires calibration data.",
             expected="a text file, texts, or token ids in `dataset`",
             found="no `dataset`",
-            fix="Pass text that resembles the model's inputs, or use method='rtn' without distill_steps.",
+            fix=f"Pass text that resembles the model's inputs, or use {other}.",
         )
     config = source.model.config
     longest, vocabulary = (

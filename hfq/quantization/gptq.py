@@ -11,8 +11,12 @@ channels, so large products do almost all of the work.
 
 from __future__ import annotations
 
+import functools
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +26,7 @@ from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.triangular_matrix import TriangularMatrix
 from hfq.recipes.recipe import Recipe
 
-__all__ = ["Factor", "Solved", "check_moments", "factorize", "solve"]
+__all__ = ["Factor", "Solved", "Solver", "check_moments", "factorize", "solve", "solve_parts"]
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +163,24 @@ def solve(
             range of the format's scales.
     """
     _check(weight, weight_format, name)
+    span = weight.shape[1] if weight_format.group_size == -1 else weight_format.group_size
+    make = functools.partial(_AffineSolver, weight_format)
+    return solve_parts(make, weight, factor, recipe, span)
+
+
+def solve_parts(
+    make: Callable[..., Solver], weight: torch.Tensor, factor: Factor, recipe: Recipe, span: int
+) -> Solved:
+    """Quantizes some outputs after others, to bound memory.
+
+    Args:
+        make: Returns a `Solver` for the class's arguments.
+        weight: float [out, in].
+        factor: Factored Hessian of the layer's input.
+        recipe: Options of the method.
+        span: Channels of a group.
+    """
     out_features, in_features = weight.shape
-    span = in_features if weight_format.group_size == -1 else weight_format.group_size
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     scales, zeros = torch.full((2, in_features // span, out_features), torch.nan)
     loss, rows = (
@@ -170,15 +190,8 @@ def solve(
     rows = -(-out_features // -(-out_features // max(rows, 32)) // 32) * 32
     for start in range(0, out_features, rows):  # outputs are independent
         part = slice(start, start + rows)
-        solver = _Solver(
-            weight[part].detach(),
-            factor,
-            weight_format,
-            recipe,
-            codes[:, part],
-            scales[:, part],
-            zeros[:, part],
-        )
+        found = codes[:, part], scales[:, part], zeros[:, part]
+        solver = make(weight[part].detach(), factor, recipe, span, *found)
         loss += float(solver.run().double().sum())
         g_idx = solver.g_idx
         del solver  # frees its memory before the next part
@@ -186,30 +199,37 @@ def solve(
     return Solved(codes, scales, zeros, g_idx, loss / out_features)
 
 
-class _Solver:
+class Solver(ABC):
     """State of one solve.
 
     `rows` holds one channel per row, in reverse order. A row holds the float to round, and after rounding its
-    error.
+    error. A subclass fits the scales and zero points of a group, and rounds a channel.
+
+    Args:
+        weight: float [out, in].
+        factor: Factored Hessian of the layer's input.
+        recipe: Options of the method.
+        span: Channels of a group.
+        codes: See `Solved`; written.
+        scales: See `Solved`; written.
+        zeros: See `Solved`; written.
     """
 
     def __init__(
         self,
         weight: torch.Tensor,
         factor: Factor,
-        weight_format: Gptq,
         recipe: Recipe,
+        span: int,
         codes: torch.Tensor,
         scales: torch.Tensor,
         zeros: torch.Tensor,
     ) -> None:
-        self.format = weight_format
         self.recipe = recipe
         self.factor = factor
         self.feedback = TriangularMatrix.of(factor.feedback)
         out_features, self.size = weight.shape
-        self.span = self.size if weight_format.group_size == -1 else weight_format.group_size
-        self.top = (1 << weight_format.num_bits) - 1
+        self.span = span
         self.weight = weight.t()[factor.order]
         self.rows = self.weight.to(torch.float32, copy=True)
         self.codes = codes
@@ -218,6 +238,21 @@ class _Solver:
         self.g_idx = torch.empty(self.size, dtype=torch.int64)
         self.loss = torch.zeros(out_features)
 
+    @abstractmethod
+    def fit(self, group: int, weights: torch.Tensor, importance: torch.Tensor) -> None:
+        """Sets the scales and zero points of one group [span, out]."""
+
+    @abstractmethod
+    def round(
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor,
+        code: torch.Tensor,
+        rounded: torch.Tensor,
+    ) -> None:
+        """Writes the codes of one channel [out], and the values that they stand for."""
+
     def run(self) -> torch.Tensor:
         """Fills codes, scales, and zeros. Returns the loss of each output [out]."""
         if self.recipe.static_groups:
@@ -225,7 +260,7 @@ class _Solver:
             places[self.factor.order] = torch.arange(self.size)
             for group in range(len(self.scales)):
                 channels = places[group * self.span : (group + 1) * self.span]
-                self._fit(group, self.weight[channels].float(), self.factor.variances[channels])
+                self.fit(group, self.weight[channels].float(), self.factor.variances[channels])
         self._halve(0, self.size)
         return self.loss
 
@@ -264,7 +299,7 @@ class _Solver:
                 upper, self.rows[start:stop] - original, upper=True, unitriangular=True
             )
             original = shift.add_(original)
-        self._fit(group, original, self.factor.variances[start:stop])
+        self.fit(group, original, self.factor.variances[start:stop])
         self._quarter(start, stop)
 
     def _quarter(self, start: int, stop: int) -> None:
@@ -296,8 +331,7 @@ class _Solver:
             strict=True,
         )
         for row, value, floats, code, error, scale, zero, shares in reversed(list(each)):
-            torch.addcdiv(zero, value, scale, out=code).round_().clamp_(0, self.top)
-            torch.sub(code, zero, out=error).mul_(scale)
+            self.round(value, scale, zero, code, error)
             torch.sub(floats, error, out=error)
             if row:
                 rows[:row].addr_(shares[:row], error)
@@ -313,13 +347,33 @@ class _Solver:
             return (self.size - 1 - torch.arange(start, stop)) // self.span
         return self.factor.order[start:stop] // self.span
 
-    def _fit(self, group: int, weights: torch.Tensor, importance: torch.Tensor) -> None:
+
+class _AffineSolver(Solver):
+    """Rounding to the codes of GPTQ's format."""
+
+    def __init__(self, weight_format: Gptq, *args: Any) -> None:
+        super().__init__(*args)
+        self.format = weight_format
+        self.top = (1 << weight_format.num_bits) - 1
+
+    def fit(self, group: int, weights: torch.Tensor, importance: torch.Tensor) -> None:
         """Sets the scales and zero points of one group [span, out]."""
         low, high = weights.amin(0), weights.amax(0)
         scales, zeros = self.format.scales_and_zeros(low, high)
         if self.recipe.narrows:
             scales, zeros = self._narrowed(weights, importance[:, None], low, high, scales, zeros)
         self.scales[group], self.zeros[group] = scales, zeros
+
+    def round(
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor,
+        code: torch.Tensor,
+        rounded: torch.Tensor,
+    ) -> None:
+        torch.addcdiv(zero, values, scale, out=code).round_().clamp_(0, self.top)
+        torch.sub(code, zero, out=rounded).mul_(scale)
 
     def _narrowed(
         self,

@@ -1,17 +1,19 @@
 """QMoE: three values for each row of a routed expert, in codes below one bit per weight.
 
-A weight becomes the nearest of 0, the row's minimum, and its maximum. Other layers stay unquantized, as in
-the models of QMoE.
+A weight becomes the nearest of 0, the row's minimum, and its maximum, or the one of them that GPTQ chooses.
+Other layers stay unquantized, as in the models of QMoE.
 
-Source: Frantar and Alistarh 2023, arXiv 2310.16795. They choose the values by GPTQ, which leaves more zeros.
+Source: Frantar and Alistarh 2023, arXiv 2310.16795.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from hfq.formats.qmoe import DICTIONARY, Qmoe
 from hfq.recipes.scheme import Scheme
 
-__all__ = ["QMOE"]
+__all__ = ["QMOE", "QMOE_GPTQ"]
 
 QMOE = Scheme(
     "QMoE: three values per row of routed experts, in codes of a dictionary; other layers stay unquantized",
@@ -22,4 +24,10 @@ QMOE = Scheme(
     None,
     {"quant_method": "qmoe", "dictionary": DICTIONARY},
     is_for_experts=True,
+)
+
+QMOE_GPTQ = dataclasses.replace(
+    QMOE,
+    description="QMoE with the values that GPTQ chooses by the activations' second moments",
+    measures=True,
 )

@@ -100,7 +100,10 @@ class Recipe:
                     found=f"{name}={getattr(self, name)!r}",
                     fix=f"Remove `{name}`, or choose another method.",
                 )
-        for name, default in {**_DEFAULTS, "sym": self.method != "awq"}.items():
+        defaults = {**_DEFAULTS, "sym": self.method != "awq"}
+        if self.scheme is not None and self.scheme.measures:  # a row is one group
+            defaults["group_size"] = -1
+        for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         self._check_values()
@@ -153,7 +156,7 @@ class Recipe:
     @property
     def measures(self) -> bool:
         """True if the method chooses codes by activations."""
-        return self.method in ("gptq", "awq")
+        return self.method in ("gptq", "awq") or (self.scheme is not None and self.scheme.measures)
 
     @property
     def needs_calibration(self) -> bool:

@@ -1,4 +1,4 @@
-"""Schemes of methods that round to nearest: a format and a group of a config."""
+"""Schemes of methods: a format and a group of a config."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Scheme:
         group: Returns the config group for a number of bits, without its targets; None if `config` is given.
         config: The whole config of a format that is not of compressed-tensors.
         is_for_experts: True if all layers but routed experts stay unquantized.
+        measures: True if GPTQ chooses the codes.
     """
 
     description: str
@@ -36,11 +37,12 @@ class Scheme:
     group: Callable[[int], Mapping[str, Any]] | None
     config: Mapping[str, Any] | None = None
     is_for_experts: bool = False
+    measures: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
         """The options of a recipe that the method uses."""
-        return ("bits",) if self.has_bits else ()
+        return (*(("bits",) if self.has_bits else ()), *(("damp_percent",) if self.measures else ()))
 
     def quantization_config(self, num_bits: int, dense: Iterable[str]) -> dict[str, Any]:
         """Returns the config of a model with all linear layers quantized, except those in `dense`."""

@@ -126,6 +126,26 @@ def test_a_repeated_run_writes_nothing_else(written, tmp_path):
     assert (again.nbytes, again.layers) == (report.nbytes, report.layers)
 
 
+def test_gptq_chooses_among_the_values_of_the_same_rows(written, tmp_path):
+    kind, floats, folder, _ = written
+    options = {"dataset": [IDS] * 4, "num_calibration_samples": 4, "max_seq_length": IDS.shape[1]}
+    if kind == "switch_transformers":
+        with pytest.raises(SetupError, match="cannot be calibrated"):
+            hfq.quantize(floats, "qmoe-gptq", output_dir=tmp_path / "out", **options)
+        return
+    report = hfq.quantize(floats, "qmoe-gptq", output_dir=tmp_path / "out", **options)
+    assert "gptq" in {layer.method for layer in report.layers} <= {"gptq", "rtn"}
+    rounded, found = digests(folder), digests(tmp_path / "out")
+    assert found.keys() == rounded.keys()
+    differing = {name for name in found if found[name] != rounded[name]}
+    assert {name.rpartition(".")[2] for name in differing} == {"w_comp", "row_off"}
+    solved = [layer.method for layer in report.layers].count("gptq")
+    assert sum(name.endswith("w_comp") for name in differing) == solved
+    expected = logits(load(tmp_path / "out", kind, {"": "cpu"}), kind)
+    assert expected.isfinite().all()
+    assert torch.equal(logits(load(tmp_path / "out", kind, {"": "disk"}), kind), expected)
+
+
 def test_codes_use_the_whole_range_of_signed_numbers(written):
     tensors = stored_tensors(written[2])
     codes = torch.cat([tensor for name, tensor in tensors.items() if name.endswith("w_comp")])

@@ -12,7 +12,7 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 
 WEIGHT = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.02
 RECIPES = [
-    *(Recipe(method=method) for method in METHODS if method != "qmoe"),  # its sizes depend on the weight
+    *(Recipe(method=method) for method in METHODS if "qmoe" not in method),  # its sizes depend on the weight
     Recipe(method="rtn", bits=3, group_size=-1, sym=False),
 ]
 
