@@ -31,11 +31,8 @@ LIMIT, MOST_RESIDENT = 1e-5, 1.02
 
 
 def placements(model) -> list[dict]:
-    layer = next(
-        name
-        for name, _ in model.named_modules()
-        if name.endswith((".1", "layers.1", "h.1")) and name.count(".") <= 3
-    )
+    names = [name for name, _ in model.named_modules() if name.count(".") <= 3]
+    layer = next(name for number in (".1", ".0") for name in names if name.endswith(number))
     return [{"": "cpu", layer: "disk"}, {"": "disk"}]
 
 
