@@ -176,7 +176,7 @@ class DecoderLayerQuantizer:
                 del factor
             trim_heap()
             quantized = _packed(self.format, solved)
-            report = LayerReport(name, "gptq", tokens, solved.loss, damping)
+            report = LayerReport(name, self.recipe.method, tokens, solved.loss, damping)
             del solved
             self._keep(name, quantized, report)
 

@@ -51,7 +51,7 @@ def model_card(
     few = [
         layer.name
         for layer in report.layers
-        if layer.tokens is not None and layer.method in ("gptq", "awq") and layer.tokens < 128
+        if layer.tokens is not None and layer.method == recipe.method and layer.tokens < 128
     ]
     lines = [
         f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers "
