@@ -21,7 +21,7 @@ VARIANTS = [
     ("mxfp4", "gfx942", 16),
 ]
 OF_EXPERTS = [("int4 in rows", 90, 1), ("nf4", 90, 1), ("awq", 90, 1), ("mxfp4", 90, 16), ("awq", 90, 16)]
-BLOCKS = ("Q4_0", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+BLOCKS = ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 
 
 def main() -> None:

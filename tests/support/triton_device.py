@@ -11,7 +11,7 @@ from tests.support.kernel_layers import CASES
 
 __all__ = ["DEVICE", "made", "random_rows", "skip_without_codec"]
 
-WITHOUT_CODEC = {"qmoe", *(f"blocks of {name}" for name in ("Q4_1", "Q5_0", "Q5_1"))}
+WITHOUT_CODEC = {"qmoe", *(f"blocks of {name}" for name in ("Q5_0", "Q5_1"))}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -24,7 +24,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Relative tolerances: float32 sums of some hundred terms, and rounding of the weight and of the result."""
 
 
-BLOCKS = ("Q4_0", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+BLOCKS = ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 LAYOUTS = [
     pytest.param(name, marks=pytest.mark.every_dialect) if name.startswith("ggml") else name for name in CASES
 ]

@@ -156,11 +156,14 @@ def block_scale(scales, n, group, scale_n, mask, LAYOUT: tl.constexpr):
 
 @triton.jit
 def block_minimum(zeros, n, group, zero_word, mask, LAYOUT: tl.constexpr):
-    """Loads what is subtracted from the weights of (output, group) pairs, as float32."""
+    """Loads the offsets of the weights of (output, group) pairs as float32."""
     row = zeros + n.to(tl.int64) * zero_word
     PER_BLOCK: tl.constexpr = LAYOUT.block.size // LAYOUT.span
     start = group // PER_BLOCK * LAYOUT.block.nbytes
-    return _six_bits(row, start, group % PER_BLOCK, 4, mask, LAYOUT) * _half(row, start + 2, mask, LAYOUT)
+    minimum = _half(row, start + 2, mask, LAYOUT)
+    if LAYOUT.scale == "six_bits":
+        minimum = _six_bits(row, start, group % PER_BLOCK, 4, mask, LAYOUT) * minimum
+    return minimum
 
 
 @triton.jit

@@ -27,6 +27,7 @@ _MINIMA: dict[str, Any] = {"scale": "six_bits", "zero": "packed", "zero_sign": -
 
 _LAYOUTS = {
     "Q4_0": _layout("integers", 4, (32, 18, 2, 16), middle=8.0),
+    "Q4_1": _layout("integers", 4, (32, 20, 4, 16), zero="packed", zero_sign=1),
     "Q8_0": _layout("integers", 8, (32, 34, 2), signed=True),
     "IQ4_NL": _layout("table", 4, (32, 18, 2, 16)),
     "MXFP4": _layout("fp4_twice", 4, (32, 17, 1, 16), scale="half_power"),
