@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hfq.errors import SetupError
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.tensor_spec import TensorInfo
 
-__all__ = ["LayerTensors", "check_on_cpu"]
+__all__ = ["LayerTensors", "PlacedTensors", "check_on_cpu"]
 
 
 def check_on_cpu(tensors: Mapping[str, torch.Tensor], values: torch.Tensor | None = None) -> None:
@@ -58,3 +60,56 @@ class LayerTensors(dict[str, torch.Tensor]):
 
     def __reduce__(self) -> tuple:
         return LayerTensors, (dict(self),)
+
+
+class PlacedTensors(Mapping[str, torch.Tensor]):
+    """Tensors of a layer in one buffer, keyed by name in the checkpoint.
+
+    Views of the buffer are made when they are used. A kernel that needs addresses alone asks for none.
+
+    Args:
+        buffer: uint8 [nbytes] in CPU memory, which contains all tensors.
+        infos: The stored tensors, by local name.
+        places: The offset of each stored tensor in the buffer, a multiple of its element size.
+
+    Attributes:
+        answers: As in `LayerTensors`.
+    """
+
+    __slots__ = ("_address", "_buffer", "_infos", "_places", "_views", "answers")
+
+    def __init__(
+        self, buffer: torch.Tensor, infos: Mapping[str, TensorInfo], places: Mapping[TensorInfo, int]
+    ) -> None:
+        self._buffer, self._infos, self._places = buffer, infos, places
+        self._address = buffer.data_ptr()
+        self._views = dict[str, torch.Tensor]()
+        self.answers: dict[str, object] = {}
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """The name, dtype, and shape of each tensor."""
+        return tuple([(local, info.dtype, info.shape) for local, info in self._infos.items()])
+
+    def address(self, local: str) -> int:
+        """Returns the address of a tensor's first byte."""
+        return self._address + self._places[self._infos[local]]
+
+    def __getitem__(self, local: str) -> torch.Tensor:
+        view = self._views.get(local)
+        if view is None:
+            info = self._infos[local]
+            first = self._places[info]
+            with torch.inference_mode(False):  # also used outside of inference mode
+                part = self._buffer[first : first + info.nbytes]
+                view = self._views[local] = part.view(torch_dtype(info.dtype)).view(info.shape)
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __contains__(self, local: object) -> bool:
+        return local in self._infos

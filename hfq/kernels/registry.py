@@ -11,7 +11,7 @@ from hfq.errors import SetupError, nearest
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels import reference
 from hfq.kernels.cpp import kernel as cpu
-from hfq.kernels.cpp.expert_products import ExpertProducts, Layers
+from hfq.kernels.cpp.expert_products import ExpertProducts, Layers, add_products
 from hfq.kernels.cpp.layers import reason_against
 from hfq.kernels.cpp.library import reason_missing, start
 from hfq.kernels.cpu import int8, panels
@@ -42,12 +42,15 @@ class ExpertKernel:
         multiply_rows: Multiplies by one expert with the bits of `products`, see
             `hfq.kernels.cuda.expert_products.multiply_rows`; None if `Kernel.linear` does.
         needs_all: True if products read the weights of all experts of a layer, routed or not.
+        add: Multiplies by experts that are in memory for one call, see
+            `hfq.kernels.cpp.expert_products.add_products`; None if there is no such function.
     """
 
     products: Callable[[Sequence[Layers], Layers, bool], ExpertProducts | cuda.ExpertProducts]
     block_size: Callable[[int, int, int, torch.dtype], int | None]
     multiply_rows: Callable[..., torch.Tensor] | None = None
     needs_all: bool = True
+    add: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,6 @@ class Kernel:
         refuses_scheme: (format, scheme, in_features, out_features) → the reason why the kernel cannot
             multiply rounded activations by the layer, or None. The attribute is None if the kernel multiplies
             floats, rounded before or not.
-        grouped_linear: Multiplies rows by several layers in one call, see
-            `hfq.kernels.cpp.kernel.grouped_linear`; None if the kernel has no such function.
         experts: Multiplies by all experts of a layer on a device; None if the kernel does not.
     """
 
@@ -84,7 +85,6 @@ class Kernel:
     lacks: Callable[[], str | None] = _nothing
     refuses: Callable[[Format, int, int], str | None] = _nothing
     refuses_scheme: Callable[[Format, ActivationScheme, int, int], str | None] | None = None
-    grouped_linear: Callable[..., torch.Tensor | None] | None = None
     experts: ExpertKernel | None = None
 
     @property
@@ -110,8 +110,7 @@ KERNELS = {
             priority=20,
             lacks=reason_missing,
             refuses=reason_against,
-            grouped_linear=cpu.grouped_linear,
-            experts=ExpertKernel(ExpertProducts, _any_size, needs_all=False),
+            experts=ExpertKernel(ExpertProducts, _any_size, needs_all=False, add=add_products),
         ),
         Kernel(
             "int8",

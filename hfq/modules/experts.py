@@ -142,12 +142,10 @@ class QuantizedExperts(nn.ModuleList):
         beside = self._start_on_cpu(routed, hidden_states, chosen)
         if beside is not None:
             return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights, stacked)
-        result = torch.zeros_like(hidden_states)
+        result = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
 
         def add(experts: Sequence[int]) -> None:
-            if not self._is_groupable(experts, hidden_states) or not self._add_grouped(
-                result, experts, hidden_states, top_k_index, top_k_weights
-            ):
+            if not self._add_together(result, experts, hidden_states, top_k_index, top_k_weights):
                 self._add(result, experts, hidden_states, top_k_index, top_k_weights, stacked)
 
         self._with_weights(routed, chosen, hidden_states, add)
@@ -252,26 +250,7 @@ class QuantizedExperts(nn.ModuleList):
 
         return LateTensor(hidden_states, join) if self.is_late else join()
 
-    def _is_groupable(self, experts: Sequence[int], hidden_states: torch.Tensor) -> bool:
-        """Returns True if the layers of experts only multiply, and all their bytes are in memory."""
-        if (
-            not experts
-            or hidden_states.device.type != "cpu"
-            or torch.is_autocast_enabled("cpu")
-            or (torch.is_grad_enabled() and hidden_states.requires_grad)
-        ):
-            return False
-        layers = [layer for expert in experts for layer in self[expert].values()]  # type: ignore[operator]
-        kernel = getattr(layers[0], "kernel", None)
-        return getattr(kernel, "grouped_linear", None) is not None and all(
-            is_plain(layer)
-            and layer.kernel is kernel
-            and layer.scheme is None
-            and ((layer.fetch is None and not layer.is_offloaded) or self.onload is not None)
-            for layer in layers
-        )
-
-    def _add_grouped(
+    def _add_together(
         self,
         result: torch.Tensor,
         experts: Sequence[int],
@@ -279,37 +258,47 @@ class QuantizedExperts(nn.ModuleList):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> bool:
-        """Adds what `_add` adds, with tokens sorted by expert and one call per projection.
+        """Adds what `_add` adds, with one call of the kernel for all experts.
 
         Returns:
-            False if the kernel declines. Then nothing was added.
+            False if it cannot. Then nothing was added.
         """
-        chosen, order = top_k_index.flatten().sort(stable=True)
-        bounds = torch.tensor(experts)
-        starts, stops = (torch.searchsorted(chosen, bounds, right=right).tolist() for right in (False, True))
-        counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        places = torch.cat([order[start:stop] for start, stop in zip(starts, stops, strict=True)])
-        token = places // top_k_index.shape[1]
-
-        def multiply(local: str, activations: torch.Tensor) -> torch.Tensor | None:
-            layers = [self[expert][local] for expert in experts]  # type: ignore[index]
-            described = [(layer.onloaded_tensors(), layer.weight_format) for layer in layers]
-            return layers[0].kernel.grouped_linear(activations, counts, described)
-
-        rows = hidden_states[token]
-        parts = []
-        for name in _first(self[experts[0]]):
-            part = multiply(name, rows)
-            if part is None:
-                return False
-            parts.append(part)
-        output = multiply("down_proj", self._apply_gate(self._join(parts)))
-        if output is None:
+        kernel = self._common_kernel(experts, hidden_states)
+        if kernel is None or kernel.experts is None or kernel.experts.add is None:
             return False
-        weighted = output * top_k_weights.flatten()[places, None]
-        for of_expert, part in zip(token.split(counts), weighted.to(result.dtype).split(counts), strict=True):
-            result.index_add_(0, of_expert, part)  # one call for all experts would round differently
-        return True
+        numbers = torch.tensor(experts, dtype=top_k_index.dtype)
+        place = torch.searchsorted(numbers, top_k_index).clamp_(max=len(experts) - 1)
+        index = place.masked_fill_(numbers[place] != top_k_index, -1)
+        of_experts: list[Any] = [self[expert] for expert in experts]
+        projections = [
+            [(layers[local].onloaded_tensors(), layers[local].weight_format) for layers in of_experts]
+            for local in (*_first(of_experts[0]), "down_proj")
+        ]
+        routed = result, hidden_states, index, top_k_weights
+        return kernel.experts.add(*routed, self._gate, projections, not self.is_interleaved)
+
+    def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._apply_gate(self._join(parts))
+
+    def _common_kernel(self, experts: Sequence[int], hidden_states: torch.Tensor) -> Kernel | None:
+        """Returns the kernel of experts whose layers only multiply, and have all bytes in CPU memory."""
+        if (
+            not experts
+            or hidden_states.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
+            or (torch.is_grad_enabled() and hidden_states.requires_grad)
+        ):
+            return None
+        layers = [layer for expert in experts for layer in self[expert].values()]  # type: ignore[operator]
+        kernel = getattr(layers[0], "kernel", None)
+        fits = all(
+            is_plain(layer)
+            and layer.kernel is kernel
+            and layer.scheme is None
+            and ((layer.fetch is None and not layer.is_offloaded) or self.onload is not None)
+            for layer in layers
+        )
+        return kernel if fits else None
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns gate and up channels in the order that the model's gating expects."""
@@ -326,8 +315,7 @@ class QuantizedExperts(nn.ModuleList):
             layer = layers[name]  # type: ignore[index]
             return layer(rows) if stacked is None else multiply_as_stacked(layer, rows, *stacked)
 
-        both = self._join([multiply(name, activations) for name in _first(layers)])
-        return multiply("down_proj", self._apply_gate(both))
+        return multiply("down_proj", self._gate([multiply(name, activations) for name in _first(layers)]))
 
 
 class SortedExperts(QuantizedExperts):

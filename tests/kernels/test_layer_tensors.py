@@ -1,11 +1,16 @@
-"""Tests that no kernel of the CPU takes the address of a tensor on another device."""
+"""Tests of the tensors that kernels of the CPU take, and of their addresses."""
+
+import ctypes
 
 import pytest
 import torch
 
 from hfq.errors import SetupError
-from hfq.kernels.layer_tensors import LayerTensors
+from hfq.formats.codecs.dtypes import safetensors_dtype
+from hfq.kernels.cpp.layers import describe_layer, reads_values
+from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors
 from hfq.kernels.registry import KERNELS
+from hfq.tensor_spec import ByteRange, TensorInfo
 from tests.support.kernel_layers import CASES
 from tests.support.other_devices import ON_CPU, calls_with
 
@@ -35,3 +40,51 @@ def test_tensors_that_a_module_holds_are_checked_once(native):
     moved = LayerTensors({name: tensor.to("meta") for name, tensor in tensors.items()})
     with pytest.raises(SetupError, match="received a tensor on another device"):
         KERNELS["cpp"].linear(torch.ones(1, 352), moved, weight_format)
+
+
+def placed(tensors: dict, first: int) -> PlacedTensors:
+    """Returns copies of tensors in one buffer, one after the other from an offset on."""
+    infos, places, end = {}, {}, first
+    for name, tensor in tensors.items():
+        found = ByteRange("file", end, tensor.nbytes)
+        infos[name] = TensorInfo(name, safetensors_dtype(tensor.dtype), tuple(tensor.shape), found)
+        end += -end % tensor.element_size()
+        places[infos[name]] = end
+        end += tensor.nbytes
+    made = PlacedTensors(torch.zeros(end, dtype=torch.uint8), infos, places)
+    with torch.inference_mode():
+        for name, tensor in tensors.items():
+            made[name].copy_(tensor)
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_in_a_buffer_are_described_as_others_wherever_they_lie(native, name):
+    weight_format, tensors = CASES[name].make()
+    for first in (0, 4100):
+        held = placed(tensors, first)
+        assert list(held) == list(tensors)
+        for local, tensor in tensors.items():
+            assert (held[local].shape, held[local].dtype) == (tensor.shape, tensor.dtype)
+            assert torch.equal(
+                held[local].flatten().view(torch.uint8), tensor.flatten().clone().view(torch.uint8)
+            )
+        found, expected = describe_layer(weight_format, held), describe_layer(weight_format, dict(held))
+        assert (found is None) == (expected is None)
+        for field, kind in expected._fields_ if expected is not None else ():
+            # values that a description contains are copied into each
+            if kind is not ctypes.c_void_p or not reads_values(weight_format):
+                assert getattr(found, field) == getattr(expected, field), field
+        assert not any(view.is_inference() for view in held.values())
+
+
+def test_views_of_a_buffer_are_made_once_and_only_for_those_that_ask(native):
+    weight_format, tensors = CASES["w4 g32"].make()
+    describe_layer(weight_format, placed(tensors, 0))
+    held = placed(tensors, 64)
+    held._views.clear()
+    assert describe_layer(weight_format, held) is describe_layer(weight_format, held)
+    assert not held._views
+    assert held["qweight"] is held["qweight"]
+    assert "bias" not in held
+    assert len(held) == len(tensors)

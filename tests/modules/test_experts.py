@@ -273,15 +273,17 @@ def test_nothing_is_onloaded_where_no_token_is_routed(pair):
 
 @pytest.fixture
 def grouped(native, pair):
-    """(packed experts of the compiled kernel, what it was asked to multiply in one call)."""
+    """(packed experts of the compiled kernel, the rows of each expert that it was asked to add in one call)."""
     _, experts = pair
     asked, kernel = [], KERNELS["cpp"]
 
-    def grouped_linear(activations, counts, layers):
-        asked.append(list(counts))
-        return kernel.grouped_linear(activations, counts, layers)
+    def add(sums, hidden_states, index, *others):
+        asked.append(index[index >= 0].bincount().tolist())
+        return kernel.experts.add(sums, hidden_states, index, *others)
 
-    spied = dataclasses.replace(kernel, grouped_linear=grouped_linear, experts=None)
+    spied = dataclasses.replace(
+        kernel, experts=dataclasses.replace(kernel.experts, add=add, block_size=lambda *_: None)
+    )
     for layers in experts:
         for layer in layers.values():
             layer.kernel = spied
@@ -297,7 +299,7 @@ def test_experts_that_are_multiplied_in_one_call_equal_the_loop_bit_for_bit(grou
     chosen[2, 1] = chosen[2, 0]
     found = experts(hidden.to(dtype), chosen, weights.to(dtype))
     routed = chosen[(chosen >= 0) & (chosen < EXPERTS)].bincount()
-    assert asked == [routed[routed > 0].tolist()] * len(experts[0])
+    assert asked == [routed[routed > 0].tolist()]
     experts[int(routed.nonzero()[0])]["down_proj"].register_forward_hook(
         lambda *_: None
     )  # hooks are not left out
@@ -316,8 +318,7 @@ def test_fetched_experts_are_multiplied_together_and_give_the_same_bits(grouped,
     asked.clear()
     onload_in_parts(experts, size, range(EXPERTS))
     assert torch.equal(experts(hidden, chosen, weights), expected)
-    parts = [[*whole[first : first + size]] for first in range(0, len(whole), size)]
-    assert asked == [counts for counts in parts for _ in experts[0]]
+    assert asked == [[*whole[first : first + size]] for first in range(0, len(whole), size)]
 
 
 def test_one_token_that_chooses_many_experts_is_added_up_as_in_the_loop(native):

@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
+from hfq.kernels.cpp.expert_products import ExpertProducts
 from hfq.tensor_spec import Blocks, StoredOrder
 from tests.support.gguf_files import random_blocks
 
@@ -221,3 +222,26 @@ def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
         ):
             raise OSError(ctypes.get_errno(), "mprotect")
     return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+
+
+def multiply_together(
+    activations: torch.Tensor, counts: Sequence[int], layers: Sequence[tuple[Mapping, Format]]
+) -> torch.Tensor | None:
+    """Returns the products of rows, sorted by layer, by layers that are taken for a projection of experts.
+
+    None if the library declines.
+    """
+    tensors, weight_format = layers[0]
+    outputs, inputs = weight_format.shape(tensors)
+    own, found = Fp8(strategy="channel"), []
+    down = [(own.quantize(torch.ones(inputs, outputs)), own)] * len(layers)
+    index = torch.arange(len(layers)).repeat_interleave(torch.tensor(counts))[:, None]
+
+    def gate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        found.extend(part.clone() for part in parts)
+        return parts[0]
+
+    products = ExpertProducts([layers], down, is_joined=True, is_kept=False)
+    if products.reason is None:
+        products(activations, index, torch.ones(len(index), 1), gate, 0)
+    return found[0] if found else None

@@ -18,7 +18,7 @@ from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpp.layers import CppLayer, describe_layer, reads_values
 from hfq.kernels.cpp.library import library
 
-__all__ = ["ExpertProducts", "Layers"]
+__all__ = ["ExpertProducts", "Layers", "add_products"]
 
 Layers = Sequence[tuple[Mapping[str, torch.Tensor], Format]]
 """The tensors and the format of one projection of each expert."""
@@ -26,24 +26,25 @@ Layers = Sequence[tuple[Mapping[str, torch.Tensor], Format]]
 _IN = struct.Struct("=19q")
 """The struct `ExpertsIn` of src/experts.h."""
 
-_OUT = struct.Struct("=15q")
+_OUT = struct.Struct("=16q")
 """The struct `ExpertsOut` of src/experts.h."""
 
 
 class ExpertProducts:
-    """The projections of all experts of a layer, described once.
+    """The projections of all experts of a layer, or of some, described once.
 
     Args:
         first: The projections that multiply an expert's input, in the order of their outputs.
         down: The projection that multiplies the gated outputs.
         is_joined: True if the gating receives the outputs of `first` in one tensor.
+        is_kept: False if the products are used once. Then descriptions may contain values of tensors.
 
     Attributes:
         reason: Why the experts cannot be multiplied together, or None.
     """
 
-    def __init__(self, first: Sequence[Layers], down: Layers, is_joined: bool) -> None:
-        self._is_joined = is_joined
+    def __init__(self, first: Sequence[Layers], down: Layers, is_joined: bool, is_kept: bool = True) -> None:
+        self._is_joined, self._is_kept = is_joined, is_kept
         self._projections = (*first, down)  # keeps the tensors, whose addresses are in the tables
         self.reason = self._reason()
         if self.reason is None:
@@ -61,6 +62,7 @@ class ExpertProducts:
         top_k_weights: torch.Tensor,
         gate: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         size: int,
+        sums: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Returns the weighted sums of the experts' outputs.
 
@@ -71,10 +73,13 @@ class ExpertProducts:
             top_k_weights: Their weights, [tokens, top_k].
             gate: The outputs of the first projections, in one tensor if `is_joined`, → the input of `down`.
             size: Unused; it has a meaning on accelerators.
+            sums: The sums of experts before these, [tokens, hidden], to which this call adds. None makes new
+                ones.
 
         Returns:
             [tokens, hidden] in the dtype of the hidden states. None if the library declines: an expert has
-            too many rows for it, a row is not finite, or a dtype or size is another one.
+            too many rows for it, a row is not finite, or a dtype or size is another one. Then it added
+            nothing.
         """
         compiled, dtype = library(), DTYPES.get(hidden_states.dtype)
         weights_dtype = DTYPES.get(top_k_weights.dtype)
@@ -104,20 +109,20 @@ class ExpertProducts:
         )
         if total < 0:
             return None
-        result = torch.empty_like(rows)
         if total == 0:
-            return result.zero_()
+            return torch.zeros_like(rows) if sums is None else sums
         del sorted_rows
         inner = gate([each[:total] for each in outputs])
         if inner.dtype != rows.dtype or inner.shape != (total, self._down.in_features):
             return None
         inner = inner.contiguous()
         products = rows.new_empty(total, rows.shape[1])
+        result = torch.empty_like(rows) if sums is None else sums
         status = compiled.hfq_experts_out(
             _OUT.pack(
                 *(tokens, top_k, experts, inner.data_ptr(), dtype, self._down.here, self._down.biases_here),
                 *(products.data_ptr(), order.data_ptr(), ends.data_ptr(), weights.data_ptr(), weights_dtype),
-                *(result.data_ptr(), *common),
+                *(result.data_ptr(), *common, sums is not None),
             )
         )
         return None if status < 0 else result
@@ -132,9 +137,41 @@ class ExpertProducts:
     def _reason(self) -> str | None:
         if not 1 <= len(self._projections) - 1 <= 2:
             return "an expert has another number of projections"
-        if any(reads_values(weight_format) for layers in self._projections for _, weight_format in layers):
+        if self._is_kept and any(
+            reads_values(weight_format) for layers in self._projections for _, weight_format in layers
+        ):
             return "descriptions of the layers contain values of tensors"
         return None
+
+
+def add_products(
+    sums: torch.Tensor,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    projections: Sequence[Layers],
+    is_joined: bool,
+) -> bool:
+    """Adds the weighted outputs of experts that are in memory for this call alone.
+
+    Args:
+        sums: The sums of experts before these, contiguous [tokens, hidden].
+        hidden_states: See `ExpertProducts`, and the following.
+        top_k_index: As there.
+        top_k_weights: As there.
+        gate: As there.
+        projections: Those of `ExpertProducts`, `down` last.
+        is_joined: As there.
+
+    Returns:
+        False if the library declines. Then it added nothing.
+    """
+    *first, down = projections
+    products = ExpertProducts(first, down, is_joined, is_kept=False)
+    if products.reason is not None:
+        return False
+    return products(hidden_states, top_k_index, top_k_weights, gate, 0, sums) is not None
 
 
 class _Table:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from hfq.kernels.cpp.layers import DTYPES, CppLayer, describe_layer
 from hfq.kernels.cpp.library import library
 from hfq.kernels.cpu import panels
 
-__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "most_fused", "panel_linear"]
+__all__ = ["FUSED_ROWS", "linear", "linear_grad", "most_fused", "panel_linear"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """The most activation rows multiplied while decoding, by the dtype of products of panels."""
@@ -74,59 +74,6 @@ def linear(
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
-    return result
-
-
-def grouped_linear(
-    activations: torch.Tensor,
-    counts: Sequence[int],
-    layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]],
-) -> torch.Tensor | None:
-    """Computes `linear` for several layers, each with its own rows, in one call.
-
-    Used for experts. The result is bit-identical to separate calls of `linear`.
-
-    Args:
-        activations: [rows, in_features], sorted by layer.
-        counts: The number of rows of each layer. None is zero, and the sum is `rows`.
-        layers: (tensors, format) of each layer, all of the same size.
-
-    Returns:
-        [rows, out_features] in the activations' dtype. None if the C++ library cannot read a layer, a layer
-        has too many rows, or sizes do not match.
-    """
-    compiled = library()
-    if compiled is None or not layers or max(counts) > most_fused(activations.dtype):
-        return None
-    described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
-    found = [layer for layer in described if layer is not None]
-    if len(found) < len(layers) or {layer.sizes for layer in found} != {
-        (found[0].sizes[0], activations.shape[1])
-    }:
-        return None
-    if sum(counts) != activations.shape[0] or len(counts) != len(layers):
-        return None
-    rows = activations.contiguous()
-    out_features = found[0].out_features
-    number = len(found)
-    result = rows.new_empty(rows.shape[0], out_features)
-    here, sizes = (CppLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
-    status = compiled.hfq_grouped(
-        here,
-        sizes,
-        number,
-        rows.data_ptr(),
-        DTYPES[rows.dtype],
-        rows.stride(0),
-        result.data_ptr(),
-        out_features,
-        torch.get_num_threads(),
-    )
-    if status != 0:
-        return None  # a call of `linear` per layer raises the error of the faulty one, or uses less memory
-    for part, (tensors, _) in zip(result.split(list(counts)), layers, strict=True):
-        if tensors.get("bias") is not None:
-            part += tensors["bias"].to(part.dtype)
     return result
 
 

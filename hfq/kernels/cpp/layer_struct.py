@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +31,7 @@ __all__ = [
     "SCALES",
     "ZERO_READINGS",
     "CppLayer",
+    "LayerPattern",
 ]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -88,3 +91,46 @@ class CppLayer(ctypes.Structure):
         A cached `ctypes.byref` would refer to the struct that holds it, so the struct would never be freed.
         """
         return ctypes.addressof(self)
+
+
+_ADDRESS = struct.Struct("=Q")
+_ADDRESSES = tuple(field[0] for field in CppLayer._fields_ if field[1] is ctypes.c_void_p)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPattern:
+    """The struct of a layer without its addresses, which are put in for each layer of its kind.
+
+    Attributes:
+        image: The bytes of the struct.
+        addresses: (offset in the struct, name of a tensor, bytes between its start and the address).
+    """
+
+    image: bytes
+    addresses: tuple[tuple[int, str, int], ...]
+
+    @classmethod
+    def of(cls, layer: CppLayer, tensors: Mapping[str, torch.Tensor]) -> LayerPattern | None:
+        """Returns the pattern of a layer; None if it has an address outside of its tensors."""
+        found = []
+        for field in _ADDRESSES:
+            address = getattr(layer, field)
+            for name, tensor in tensors.items() if address else ():
+                if 0 <= address - tensor.data_ptr() < tensor.nbytes:
+                    found.append((getattr(CppLayer, field).offset, name, address - tensor.data_ptr()))
+                    break
+            else:
+                if address:
+                    return None
+        return cls(bytes(layer), tuple(found))
+
+    def layer_at(self, address_of: Callable[[str], int]) -> CppLayer:
+        """Returns the struct of a layer.
+
+        Args:
+            address_of: Returns the address of the first byte of a tensor.
+        """
+        image = bytearray(self.image)
+        for offset, name, first in self.addresses:
+            _ADDRESS.pack_into(image, offset, address_of(name) + first)
+        return CppLayer.from_buffer(image)

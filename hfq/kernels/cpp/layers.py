@@ -16,9 +16,9 @@ from hfq.kernels.cpp import (  # each registers its readers
     word_layers,  # noqa: F401
 )
 from hfq.kernels.cpp.layer_registry import reader_of
-from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer
+from hfq.kernels.cpp.layer_struct import DTYPES, CppLayer, LayerPattern
 from hfq.kernels.cpp.word_layers import MOST_GROUPS
-from hfq.kernels.layer_tensors import LayerTensors, check_on_cpu
+from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors, check_on_cpu
 
 __all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reads_values", "reason_against"]
 
@@ -43,14 +43,18 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         SetupError: A tensor is not in CPU memory.
     """
-    if type(tensors) is not LayerTensors:
+    if not isinstance(tensors, (LayerTensors, PlacedTensors)):
         return _found_again(weight_format, tensors)
     answer = tensors.answers.get("cpp")
     if isinstance(answer, tuple) and answer[0] is weight_format:
         return answer[1]
-    layer = _describe(weight_format, tensors)
-    if not reads_values(weight_format):
-        tensors.answers["cpp"] = weight_format, layer
+    if reads_values(weight_format):
+        return _describe(weight_format, tensors)
+    if isinstance(tensors, PlacedTensors):
+        layer = _describe_placed(weight_format, tensors)
+    else:
+        layer = _describe(weight_format, tensors)
+    tensors.answers["cpp"] = weight_format, layer
     return layer
 
 
@@ -75,6 +79,23 @@ def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> 
 
 _kept: dict[tuple, tuple[Format, CppLayer | None]] = {}
 _MOST_KEPT = 1 << 12
+
+
+def _describe_placed(weight_format: Format, tensors: PlacedTensors) -> CppLayer | None:
+    """Returns what `_describe` returns, by the pattern of the layers with the same dtypes and shapes."""
+    key = id(weight_format), tensors.kinds
+    kept = _patterns.get(key)
+    if kept is None:
+        layer = _describe(weight_format, tensors)
+        pattern = None if layer is None else LayerPattern.of(layer, tensors)
+        if len(_patterns) >= _MOST_KEPT:
+            _patterns.clear()
+        _patterns[key] = weight_format, pattern  # a reference to the format, as in `_kept`
+        return layer
+    return _describe(weight_format, tensors) if kept[1] is None else kept[1].layer_at(tensors.address)
+
+
+_patterns: dict[tuple, tuple[Format, LayerPattern | None]] = {}
 
 
 def reads_values(weight_format: Format) -> bool:

@@ -202,17 +202,6 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.hfq_scratch.argtypes = [pointer, int64]
     loaded.hfq_is_tiled.argtypes = [pointer, int64, int32]
     loaded.hfq_linear.argtypes = [ctypes.c_char_p]
-    loaded.hfq_grouped.argtypes = [
-        pointer,
-        pointer,
-        int64,
-        pointer,
-        int32,
-        int64,
-        pointer,
-        int64,
-        ctypes.c_int,
-    ]
     loaded.hfq_dense.argtypes = [ctypes.c_char_p]
     loaded.hfq_ternary.argtypes = [ctypes.c_char_p]
     for function in (loaded.hfq_experts_in, loaded.hfq_experts_out):

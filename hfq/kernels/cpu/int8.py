@@ -39,7 +39,7 @@ from hfq.kernels.cpp.int8_library import (
 )
 from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpu import panels
-from hfq.kernels.layer_tensors import LayerTensors, check_on_cpu
+from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors, check_on_cpu
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
@@ -174,7 +174,7 @@ def _fused_weight(
     tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
 ) -> RoundedWeight | None:
     """Returns the cached weight for `rounded_linear`; None if unsupported."""
-    answers = tensors.answers if type(tensors) is LayerTensors else {}
+    answers = tensors.answers if isinstance(tensors, (LayerTensors, PlacedTensors)) else {}
     answer = answers.get("int8")
     if isinstance(answer, tuple) and answer[0] is weight_format and answer[1] is scheme:
         return answer[2]

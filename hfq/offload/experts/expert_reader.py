@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hfq.errors import PlacementError
-from hfq.kernels.layer_tensors import LayerTensors
+from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors
 from hfq.modules.flat_buffer import FlatBuffer, flat_layout
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
@@ -34,6 +34,9 @@ __all__ = [
     "gather_experts",
     "place_nbytes",
 ]
+
+Tensors = Mapping[QuantizedModule, Mapping[str, torch.Tensor]]
+"""The tensors of each layer."""
 
 EXPERT_GAP_NBYTES = PAGE
 """Most bytes between two tensors of an expert that are read together. Gaps take memory in every place."""
@@ -86,9 +89,15 @@ class Expert:
         held += [info for module in self.mapped for info in module.infos.values() if info not in held]
         return lay_out_on_device(infos, held, EXPERT_GAP_NBYTES)
 
-    def tensors(self, buffer: torch.Tensor) -> dict[QuantizedModule, LayerTensors]:
+    def tensors(self, buffer: torch.Tensor) -> Tensors:
         """Returns views of a place that holds the expert."""
-        return {module: LayerTensors(self._of_module(module, buffer).tensors()) for module in self.modules}
+        if buffer.is_cpu:
+            places = self.layout.places
+            return {module: PlacedTensors(buffer, module.infos, places) for module in self.modules}
+        with torch.inference_mode(False):  # also used outside of inference mode
+            return {
+                module: LayerTensors(self._of_module(module, buffer).tensors()) for module in self.modules
+            }
 
     def _is_pinned(self, info: TensorInfo) -> bool:
         return self.pinned is not None and info in self.pinned
@@ -133,13 +142,12 @@ class Contents:
         self.expert, self.buffer = expert, buffer
         self.ticket = Ticket([])
         self.copied: Any = None
-        self._tensors: Mapping[QuantizedModule, LayerTensors] | None = None
+        self._tensors: Tensors | None = None
 
-    def tensors(self) -> Mapping[QuantizedModule, LayerTensors]:
+    def tensors(self) -> Tensors:
         """Returns the tensors of each layer. They are the same objects each time."""
         if self._tensors is None:
-            with torch.inference_mode(False):
-                self._tensors = self.expert.tensors(self.buffer)
+            self._tensors = self.expert.tensors(self.buffer)
         return self._tensors
 
 
@@ -172,7 +180,7 @@ class ExpertMemory(ABC):
         contents.ticket = self._read(contents)
         return contents
 
-    def use(self, contents: Contents) -> Mapping[QuantizedModule, LayerTensors]:
+    def use(self, contents: Contents) -> Tensors:
         """Waits for the read of an expert, and returns its tensors for this thread.
 
         Raises:

@@ -21,7 +21,7 @@ from hfq.kernels.cpp import layers, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
 from hfq.kernels.cpp.openmp_team import team
 from hfq.kernels.cpu import panels
-from tests.support.kernel_layers import CASES, at_the_end_of_a_page, fp8, gptq, misplaced
+from tests.support.kernel_layers import CASES, at_the_end_of_a_page, fp8, gptq, misplaced, multiply_together
 
 # float32 sums in another order, or integers exactly; then one rounding of the result
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -253,7 +253,7 @@ def test_rows_beside_one_that_is_not_finite_keep_their_bits(native, name, dtype)
         faulty[1, 5] = float("inf")
         expected = cpu.linear(activations, tensors, weight_format)
         found = [cpu.linear(faulty, tensors, weight_format)]
-        together = cpu.grouped_linear(
+        together = multiply_together(
             torch.cat([activations, faulty]), [rows, rows], [(tensors, weight_format)] * 2
         )
         if together is not None:
@@ -552,7 +552,7 @@ def test_many_experts_with_many_rows_are_taken_in_groups_that_change_nothing(nat
         for number in range(20)
     ]
     activations = random(20 * 64, 2048)
-    found = cpu.grouped_linear(activations, [64] * 20, layers)
+    found = multiply_together(activations, [64] * 20, layers)
     for part, one, (own, _) in zip(found.split(64), activations.split(64), layers, strict=True):
         assert torch.equal(part, cpu.linear(one, own, weight_format))
     described = [describe_layer(weight_format, own) for own, _ in layers]

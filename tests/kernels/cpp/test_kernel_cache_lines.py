@@ -11,7 +11,7 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
-from tests.support.kernel_layers import Case, at_the_end_of_a_page, misplaced
+from tests.support.kernel_layers import Case, at_the_end_of_a_page, misplaced, multiply_together
 
 # rows of words are whole cache lines; one activation row has several parts of columns, and the last vector of
 # columns is incomplete
@@ -82,7 +82,7 @@ def test_experts_lie_anywhere(native, name):
     for dtype in (torch.bfloat16, torch.float32):
         activations = torch.randn(7, 384, generator=torch.Generator().manual_seed(1)).to(dtype)
         expected = torch.cat([kernel.linear(part, *layers[0]) for part in activations.split([1, 2, 4])])
-        assert torch.equal(kernel.grouped_linear(activations, [1, 2, 4], layers), expected)
+        assert torch.equal(multiply_together(activations, [1, 2, 4], layers), expected)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -16,7 +16,7 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
 from tests.kernels.cpp.test_kernel import misplaced, random
-from tests.support.kernel_layers import CASES, GPTQ_IN, Case, fp8, gptq, packed
+from tests.support.kernel_layers import CASES, GPTQ_IN, Case, fp8, gptq, multiply_together, packed
 from tests.support.kernel_layers import blocks as ggml_blocks
 
 SHORT = torch.bfloat16
@@ -344,7 +344,7 @@ def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
         ([1] * 10, [8, 1, 2, 3, 4, 5, 6, 7, 8, 1], [2] * 10, [9, 20, 3] * 3 + [64]), DTYPES
     ):
         activations = random(sum(counts), GPTQ_IN, dtype=dtype)
-        found = kernel.grouped_linear(activations, counts, layers)
+        found = multiply_together(activations, counts, layers)
         if max(counts) > 8 and dtype == SHORT:
             assert found is None
             continue

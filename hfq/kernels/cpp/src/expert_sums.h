@@ -43,29 +43,32 @@ static HFQ_INLINE void write_value(char *p, float value, int32_t dtype) {
     __builtin_memcpy(p, &half, 2);
 }
 
+static HFQ_INLINE vf read_some(const char *p, int32_t dtype, int64_t count) {
+    if (count >= W) return read_values(p, dtype);
+    vf values = {};
+    for (int64_t i = 0; i < count; i++) values[i] = float_at(p, dtype, i);
+    return values;
+}
+
 // Adds up the rows of one token.
 void sum_experts(const void *context, int64_t token, float *) {
     const ExpertSums &of = *(const ExpertSums *)context;
     const int64_t size = of.dtype == F32 ? 4 : 2, *places = of.places + token * of.top_k;
     char *result = of.result + token * of.features * size;
     for (int64_t n = 0; n < of.features; n += W) {
-        const bool is_whole = n + W <= of.features;
+        const int64_t count = of.features - n;
         vf sum = {};
+        if (of.adds) sum = read_some(result + n * size, of.dtype, count);
         for (int64_t i = 0; i < of.top_k && places[i] >= 0; i++) {
             const int64_t place = places[i] / 2;
             const float weight = float_at(of.weights, of.weights_dtype, of.order[place]);
-            const char *row = of.rows + (place * of.features + n) * size;
-            vf values = {};
-            if (is_whole) values = read_values(row, of.dtype);
-            else
-                for (int64_t j = 0; n + j < of.features; j++) values[j] = float_at(row, of.dtype, j);
+            const vf values = read_some(of.rows + (place * of.features + n) * size, of.dtype, count);
             sum = sum + round_values(values * weight, of.dtype);
             if (places[i] % 2 == 0) sum = round_values(sum, of.dtype);
         }
-        if (is_whole) write_values(result + n * size, sum, of.dtype);
+        if (count >= W) write_values(result + n * size, sum, of.dtype);
         else
-            for (int64_t j = 0; n + j < of.features; j++)
-                write_value(result + (n + j) * size, sum[j], of.dtype);
+            for (int64_t j = 0; j < count; j++) write_value(result + (n + j) * size, sum[j], of.dtype);
     }
 }
 

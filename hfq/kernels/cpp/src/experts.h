@@ -41,6 +41,7 @@ struct ExpertsOut {
     int64_t y;              // address of the sums, [tokens, out_features] of `dtype`
     int64_t most_rows;      // as in ExpertsIn
     int64_t threads;        // as in ExpertsIn
+    int64_t adds;           // 1 to add to the sums that `y` has, 0 to write `y`
 };
 
 thread_local ThreadScratch place_scratch;  // rows of each token of a caller
@@ -198,7 +199,7 @@ int64_t experts_out(const ExpertsOut &given) {
                   dtype, threads);
     find_places(order, ends, experts, given.tokens, given.top_k, places);
     const ExpertSums sums = {at<const char>(given.rows), at<const char>(given.weights), order, places,
-                             at<char>(given.y), given.top_k, features, dtype, (int32_t)given.weights_dtype};
+                             at<char>(given.y), given.top_k, features, dtype, (int32_t)given.weights_dtype, given.adds != 0};
     run_parts({sum_works[level()], &sums, given.tokens, own_floats(false)}, threads,
               worthwhile(threads, pairs * features));
     return total;

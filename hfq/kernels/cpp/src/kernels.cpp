@@ -156,20 +156,6 @@ int hfq_linear(const Product *given) {
     return 0;
 }
 
-// Computes hfq_linear for `count` layers, whose rows follow each other in x and y; results are bit-identical.
-// Returns as run_items.
-int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t dtype,
-                int64_t x_stride, char *y, int64_t y_stride, int threads) {
-    Item *items = (Item *)item_scratch.get(count * (int64_t)sizeof(Item) / 4);
-    if (!items) return -3;
-    const int64_t size = dtype == F32 ? 4 : 2;
-    for (int64_t i = 0; i < count; i++) {
-        items[i] = {layers + i, rows[i], x, y};
-        x += size * rows[i] * x_stride, y += size * rows[i] * y_stride;
-    }
-    return run_items(items, count, dtype, x_stride, y_stride, threads);
-}
-
 // Sorts the pairs of tokens and experts by expert, and multiplies the rows of each expert by its first
 // layers, see `ExpertsIn`. Returns the number of pairs, or less than 0 as run_items. -4 also means that
 // hfq_linear has no form for an expert's number of rows.

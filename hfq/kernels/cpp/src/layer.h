@@ -154,6 +154,7 @@ struct ExpertSums {
     int64_t features;         // numbers of a row
     int32_t dtype;            // Dtype of rows and sums
     int32_t weights_dtype;    // Dtype of the weights
+    bool adds;                // true to add to the sums that `result` has
 };
 
 // A product of few rows of activations by a weight of 16-bit floats.
@@ -194,7 +195,7 @@ struct BiasedRows {
 
 const int64_t MOST_ROWS = 64;        // activation rows per call
 const int64_t SCRATCH = 96 * 1024;   // floats of scratch per thread
-// floats of prepared activations of the layers that hfq_grouped multiplies together
+// floats of prepared activations of layers that are multiplied together
 const int64_t GROUPED_FLOATS = 2 << 20;
 const int64_t STEP = 256;            // input channels per tile of decoded weights
 const int64_t TILE_ROWS = 16;        // output rows per tile of decoded weights
