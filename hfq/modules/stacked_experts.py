@@ -11,6 +11,7 @@ from torch import nn
 from hfq.kernels.registry import Kernel
 from hfq.modules.changes import changes
 from hfq.modules.linear import QuantizedLinear
+from hfq.modules.offloaded_parameter import OffloadedParameter
 
 __all__ = ["StackedExperts", "is_plain", "multiply_as_stacked"]
 
@@ -205,7 +206,7 @@ def _is_apart(layer: QuantizedLinear, kernel: Kernel, device: torch.device) -> b
 def _source(layer: QuantizedLinear) -> tuple:
     """Returns what a layer's place in a stack depends on."""
     stored = [parameter for parameter in layer._parameters.values() if parameter is not None]
-    places = [None if parameter.is_meta else parameter.data_ptr() for parameter in stored]
+    places = [None if _is_empty(parameter) else parameter.data_ptr() for parameter in stored]
     return (
         layer.fetch,
         layer.on_cpu,
@@ -215,3 +216,8 @@ def _source(layer: QuantizedLinear) -> tuple:
         layer.is_offloaded,
         places,
     )
+
+
+def _is_empty(parameter: nn.Parameter) -> bool:
+    # asking an offloaded parameter for anything of torch is slow
+    return type(parameter) is OffloadedParameter or parameter.is_meta
