@@ -281,7 +281,7 @@ class QuantizedExperts(nn.ModuleList):
         return self._apply_gate(self._join(parts))
 
     def _common_kernel(self, experts: Sequence[int], hidden_states: torch.Tensor) -> Kernel | None:
-        """Returns the kernel of experts whose layers only multiply, and have all bytes in CPU memory."""
+        """Returns the kernel of experts in CPU memory whose layers only multiply, or None."""
         if (
             not experts
             or hidden_states.device.type != "cpu"

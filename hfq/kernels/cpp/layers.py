@@ -82,7 +82,7 @@ _MOST_KEPT = 1 << 12
 
 
 def _describe_placed(weight_format: Format, tensors: PlacedTensors) -> CppLayer | None:
-    """Returns what `_describe` returns, by the pattern of the layers with the same dtypes and shapes."""
+    """Returns what `_describe` returns, by the pattern of layers of the same dtypes and shapes."""
     key = id(weight_format), tensors.kinds
     kept = _patterns.get(key)
     if kept is None:

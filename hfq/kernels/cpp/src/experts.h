@@ -199,7 +199,8 @@ int64_t experts_out(const ExpertsOut &given) {
                   dtype, threads);
     find_places(order, ends, experts, given.tokens, given.top_k, places);
     const ExpertSums sums = {at<const char>(given.rows), at<const char>(given.weights), order, places,
-                             at<char>(given.y), given.top_k, features, dtype, (int32_t)given.weights_dtype, given.adds != 0};
+                             at<char>(given.y), given.top_k, features, dtype, (int32_t)given.weights_dtype,
+                             given.adds != 0};
     run_parts({sum_works[level()], &sums, given.tokens, own_floats(false)}, threads,
               worthwhile(threads, pairs * features));
     return total;
