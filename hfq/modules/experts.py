@@ -20,7 +20,7 @@ from hfq.modules.late_tensor import LateTensor
 from hfq.modules.lazy_module import LazyModule
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_stacked
+from hfq.modules.stacked_experts import StackedExperts, is_plain, multiply_as_stacked, needs_gradient
 
 if TYPE_CHECKING:
     from typing import Self
@@ -131,7 +131,7 @@ class QuantizedExperts(nn.ModuleList):
             check_not_captured("A module of quantized experts")
         if self.on_route is not None:
             self.on_route(top_k_index)
-        stacked = self._stacked.rows_of_block(hidden_states, top_k_index.shape[1])
+        stacked = self._stacked.rows_of_block(hidden_states, top_k_weights)
         if stacked is not None:
             result = self._stacked.compute(hidden_states, top_k_index, top_k_weights, *stacked)
             if result is not None:
@@ -139,7 +139,7 @@ class QuantizedExperts(nn.ModuleList):
         check_not_recorded("A module of experts", "its experts compute one by one, as the host routes them")
         chosen = top_k_index.cpu()
         routed = [expert for expert in chosen.unique().tolist() if 0 <= expert < len(self)]
-        beside = self._start_on_cpu(routed, hidden_states, chosen)
+        beside = self._start_on_cpu(routed, hidden_states, chosen, top_k_weights)
         if beside is not None:
             return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights, stacked)
         result = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
@@ -196,14 +196,18 @@ class QuantizedExperts(nn.ModuleList):
             result.index_add_(0, token, output.to(result.dtype))
 
     def _start_on_cpu(
-        self, routed: Sequence[int], hidden_states: torch.Tensor, chosen: torch.Tensor
+        self,
+        routed: Sequence[int],
+        hidden_states: torch.Tensor,
+        chosen: torch.Tensor,
+        top_k_weights: torch.Tensor,
     ) -> CpuExperts | None:
         """Starts the experts that compute on the CPU next to an accelerator; None if there are none."""
         device = hidden_states.device.type
         if (
             device in ("cpu", "mps")
             or torch.is_autocast_enabled(device)
-            or (torch.is_grad_enabled() and hidden_states.requires_grad)
+            or needs_gradient(hidden_states, top_k_weights)
         ):
             return None
         tokens = {}
@@ -263,11 +267,11 @@ class QuantizedExperts(nn.ModuleList):
         Returns:
             False if it cannot. Then nothing was added.
         """
-        kernel = self._common_kernel(experts, hidden_states)
+        kernel = self._common_kernel(experts, hidden_states, top_k_weights)
         if kernel is None or kernel.experts is None or kernel.experts.add is None:
             return False
         numbers = torch.tensor(experts, dtype=top_k_index.dtype)
-        place = torch.searchsorted(numbers, top_k_index).clamp_(max=len(experts) - 1)
+        place = torch.searchsorted(numbers, top_k_index.contiguous()).clamp_(max=len(experts) - 1)
         index = place.masked_fill_(numbers[place] != top_k_index, -1)
         of_experts: list[Any] = [self[expert] for expert in experts]
         projections = [
@@ -280,13 +284,15 @@ class QuantizedExperts(nn.ModuleList):
     def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return self._apply_gate(self._join(parts))
 
-    def _common_kernel(self, experts: Sequence[int], hidden_states: torch.Tensor) -> Kernel | None:
+    def _common_kernel(
+        self, experts: Sequence[int], hidden_states: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> Kernel | None:
         """Returns the kernel of experts in CPU memory whose layers only multiply, or None."""
         if (
             not experts
             or hidden_states.device.type != "cpu"
             or torch.is_autocast_enabled("cpu")
-            or (torch.is_grad_enabled() and hidden_states.requires_grad)
+            or needs_gradient(hidden_states, top_k_weights)
         ):
             return None
         layers = [layer for expert in experts for layer in self[expert].values()]  # type: ignore[operator]

@@ -13,7 +13,7 @@ from hfq.modules.changes import changes
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.offloaded_parameter import OffloadedParameter
 
-__all__ = ["StackedExperts", "is_plain", "multiply_as_stacked"]
+__all__ = ["StackedExperts", "is_plain", "multiply_as_stacked", "needs_gradient"]
 
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -26,6 +26,11 @@ def is_plain(layer: nn.Module) -> bool:
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
     )
+
+
+def needs_gradient(hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> bool:
+    """Returns True if a gradient flows through experts, or through their weights to a router."""
+    return torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
 
 
 def multiply_as_stacked(layer: nn.Module, rows: torch.Tensor, kernel: Kernel, size: int) -> torch.Tensor:
@@ -106,7 +111,9 @@ class StackedExperts:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_kept": None}  # a copy makes its own
 
-    def rows_of_block(self, hidden_states: torch.Tensor, top_k: int) -> tuple[Kernel, int] | None:
+    def rows_of_block(
+        self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> tuple[Kernel, int] | None:
         """Returns the kernel and the rows of a block, or None if experts compute one by one."""
         layer = next(iter(self._experts[0].values()))  # type: ignore[operator]
         kernel = getattr(layer, "kernel" if hidden_states.is_cpu else "accelerated", None)
@@ -114,11 +121,11 @@ class StackedExperts:
         is_float = hidden_states.dtype in (torch.float32, torch.bfloat16, torch.float16)
         if kernel is None or experts is None or not is_float or not hidden_states.numel():
             return None
-        if torch.is_autocast_enabled(hidden_states.device.type) or (
-            torch.is_grad_enabled() and hidden_states.requires_grad
-        ):
+        is_autocast = torch.is_autocast_enabled(hidden_states.device.type)
+        if is_autocast or needs_gradient(hidden_states, top_k_weights):
             return None
-        size = experts.block_size(len(hidden_states), top_k, len(self._experts), hidden_states.dtype)
+        tokens, top_k = top_k_weights.shape
+        size = experts.block_size(tokens, top_k, len(self._experts), hidden_states.dtype)
         return None if size is None else (kernel, size)
 
     def compute(

@@ -351,6 +351,12 @@ def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grou
     assert not asked
     found.sum().backward()
     assert hidden.grad.abs().sum() > 0
+    hidden = hidden.detach()
+    weights.requires_grad_()  # of a trained router, below frozen layers
+    experts(hidden, chosen, weights).sum().backward()
+    assert not asked
+    assert weights.grad.abs().sum() > 0
+    inputs = hidden, chosen, weights.detach()
     times = FUSED_ROWS[torch.float32]
     many = experts(*(part.detach().repeat(times, 1) for part in inputs))
     assert len(asked) == 1  # and declined
@@ -407,6 +413,19 @@ def test_experts_of_the_compiled_kernel_equal_the_loop_bit_for_bit(fast, inputs,
     inputs = hidden.to(dtype), chosen, weights.to(dtype)
     expected = one_by_one(fast, *inputs)
     assert torch.equal(fast(*inputs), expected)
+
+
+def test_a_router_below_frozen_layers_gets_its_gradient_from_the_compiled_kernel(fast, inputs):
+    hidden, chosen, weights = inputs
+    expected = fast(*inputs)
+    leaf = weights.clone().requires_grad_()
+    found = fast(hidden, chosen, leaf)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    outputs = [
+        fast(hidden, chosen[:, place : place + 1], torch.ones_like(leaf[:, :1])) for place in range(CHOSEN)
+    ]
+    torch.testing.assert_close(leaf.grad, torch.stack([each.sum(1) for each in outputs], 1))
 
 
 def test_their_description_is_made_once_and_again_when_a_layer_changes(fast, inputs, monkeypatch):
