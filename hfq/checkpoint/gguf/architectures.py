@@ -51,6 +51,7 @@ class Architecture:
         layouts: Layouts of a module or tensor that the file stores differently, by name in the file.
         other_keys: Keys of the metadata that mean something else than config.json, and are not compared.
         builds_config: True if transformers' config of the metadata is tested, for files without config.json.
+        omits_rows: True if files may lack the last rows of the embedding, to which no token belongs.
     """
 
     modules: Mapping[str, str]
@@ -59,6 +60,7 @@ class Architecture:
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     other_keys: frozenset[str] = frozenset()
     builds_config: bool = False
+    omits_rows: bool = False
 
 
 _OUTER = {
@@ -175,7 +177,11 @@ ARCHITECTURES = {
     "gemma": Architecture(_LLAMA, ("gemma",), layouts=_GEMMA_LAYOUTS),
     "gemma2": Architecture(_LLAMA | _GEMMA2_NORMS, ("gemma2",), layouts=_GEMMA_LAYOUTS, builds_config=True),
     "gemma3": Architecture(
-        _LLAMA | _GEMMA2_NORMS | _HEAD_NORMS, ("gemma3_text",), layouts=_GEMMA_LAYOUTS, builds_config=True
+        _LLAMA | _GEMMA2_NORMS | _HEAD_NORMS,
+        ("gemma3_text",),
+        layouts=_GEMMA_LAYOUTS,
+        builds_config=True,
+        omits_rows=True,
     ),
     "phi3": Architecture(
         _OUTER

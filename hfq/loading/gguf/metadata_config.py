@@ -42,6 +42,9 @@ _SCALED = {"linear": ("linear",), "yarn": ("yarn",), "longrope": ("longrope", "s
 _SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 """Parameters of RoPE in config.json, by key of `rope.scaling`."""
 
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the model whose attention is not scaled by the size of its heads, by architecture."""
+
 _DEFAULT_BASE = 10000.0
 """The base of RoPE of files that tell none."""
 
@@ -54,7 +57,7 @@ def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str
 
     Without config.json, or with one that tells no more than the class, it is transformers' config of the
     metadata. A GGUF file holds a language model alone, so of the config of a multimodal model it is the part
-    of the language model.
+    of the language model. Its number of tokens is that of the file, if the file lacks rows that no token has.
 
     Args:
         path: The folder or Hub id.
@@ -72,15 +75,26 @@ def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str
     options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     if checkpoint.config.keys() <= _STUB:
         return _config_of_metadata(path, checkpoint, options)
-    if not isinstance(checkpoint.config.get("text_config"), Mapping):
+    rows, is_multimodal = _rows(checkpoint.gguf), isinstance(checkpoint.config.get("text_config"), Mapping)
+    if rows is None and not is_multimodal:
         return None
     whole = AutoConfig.from_pretrained(
         path, trust_remote_code=bool(kwargs.get("trust_remote_code")), **options
     )
     config = whole.get_text_config(decoder=True)
-    config.dtype = config.dtype or whole.dtype
-    config.tie_word_embeddings = "lm_head.weight" not in checkpoint.tensors
-    return config
+    lacks_rows = rows is not None and rows < config.vocab_size
+    if lacks_rows:
+        config.vocab_size = rows
+    if is_multimodal:
+        config.dtype = config.dtype or whole.dtype
+        config.tie_word_embeddings = "lm_head.weight" not in checkpoint.tensors
+    return config if lacks_rows or is_multimodal else None
+
+
+def _rows(model: GgufModel) -> int | None:
+    """Returns the rows of the embedding if files of the architecture may lack some; else None."""
+    embedding = model.tensors.get(f"{model.known.modules['token_embd']}.weight")
+    return embedding.shape[0] if model.known.omits_rows and embedding is not None else None
 
 
 def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, Any]) -> Any:
@@ -99,7 +113,7 @@ def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, An
             fix="Download config.json of the original model into the folder of the file.",
         )
     try:
-        return AutoConfig.from_pretrained(path, gguf_file=gguf_file, **options)
+        config = AutoConfig.from_pretrained(path, gguf_file=gguf_file, **options)
     except ImportError as error:
         raise SetupError(
             "transformers requires the package gguf to read the config of a GGUF file. Nothing was loaded.",
@@ -118,6 +132,19 @@ def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, An
             found=f"{type(error).__name__}: {error}",
             fix="Download config.json of the original model into the folder of the file.",
         ) from error
+    _complete(config, model)
+    return config
+
+
+def _complete(config: Any, model: GgufModel) -> None:
+    """Sets what transformers leaves out of a config of metadata, as llama.cpp does."""
+    if model.architecture == "phi3":
+        config.sliding_window = model.keys.get("phi3.attention.sliding_window") or None  # 0 means none
+    largest = _LARGEST_GEMMA.get(model.architecture)
+    if largest == config.num_hidden_layers:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    elif largest is not None:
+        config.query_pre_attn_scalar = config.head_dim
 
 
 def check_metadata(config: Any, checkpoint: Checkpoint) -> None:

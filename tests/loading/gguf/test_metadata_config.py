@@ -157,8 +157,6 @@ def test_the_metadata_make_a_config_of_tested_architectures(tmp_path, name):
     options = {
         "qwen3": {"head_dim": 128},  # the default of its class, which upstream does not replace
         "qwen2": {"head_dim": 16},
-        "gemma2": {"query_pre_attn_scalar": 256},
-        "gemma3": {"query_pre_attn_scalar": 256},
     }
     model = make_model(name, **options.get(name, {}))
     folder = write_model(tmp_path, name, model)
@@ -245,3 +243,52 @@ def test_of_a_multimodal_config_the_language_model_is_built(tmp_path, is_tied):
     assert type(load_meta_model(folder).model).__name__ == "Gemma3ForCausalLM"
     assert (logits(found, TOKENS) - expected).norm() <= 1e-5 * expected.norm()
     assert found.config.tie_word_embeddings is is_tied
+
+
+@pytest.mark.parametrize("is_multimodal", [True, False])
+def test_rows_without_a_token_may_be_missing_in_gemma3(tmp_path, is_multimodal):
+    """As in Gemma 3 4B, whose config has 262,208 tokens, and many files 262,144."""
+    from transformers import Gemma3Config
+
+    model = make_model("gemma3", tie_word_embeddings=True)
+    folder = write_model(tmp_path, "gemma3", model)
+    text = model.config.to_dict() | {"vocab_size": model.config.vocab_size + 64}
+    whole = Gemma3Config(text_config=text) if is_multimodal else type(model.config)(**text)
+    whole.architectures = [f"Gemma3For{'ConditionalGeneration' if is_multimodal else 'CausalLM'}"]
+    whole.save_pretrained(folder)
+    found, expected = load(folder), logits(model, TOKENS)
+    assert (logits(found, TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+    assert found.config.vocab_size == model.config.vocab_size
+    assert load_meta_model(folder).model.config.vocab_size == model.config.vocab_size
+
+
+def test_more_rows_than_tokens_are_refused(tmp_path):
+    model = make_model("gemma3", tie_word_embeddings=True)
+    folder = write_model(tmp_path, "gemma3", model)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    with refused("model.embed_tokens.weight", kind=FormatError):
+        load(folder)
+
+
+def test_a_sliding_window_of_phi3_is_applied_without_a_config(tmp_path):
+    pytest.importorskip("gguf")
+    model = make_model("phi3", sliding_window=4)
+    folder = write_model(tmp_path, "phi3", model, metadata={"phi3.attention.sliding_window": 4})
+    (folder / "config.json").unlink()
+    found, expected = load(folder), logits(model, TOKENS)
+    assert found.config.sliding_window == 4 < TOKENS.shape[-1]
+    assert (logits(found, TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_attention_by_its_width_without_a_config(tmp_path, name, layers):
+    """No key tells it. The scale of Gemma 2 27B is 4608 / 32, and its heads have 128 channels."""
+    pytest.importorskip("gguf")
+    model = make_model(name, num_hidden_layers=layers, head_dim=32)
+    folder = write_model(tmp_path, name, model)
+    (folder / "config.json").unlink()
+    config = model.config
+    found = load_meta_model(folder).model.config
+    assert found.head_dim == config.head_dim
+    assert found.query_pre_attn_scalar == config.hidden_size // config.num_attention_heads != found.head_dim
