@@ -31,6 +31,10 @@ Routed = Sequence[Sequence[QuantizedModule]]
 Onload = Callable[[Routed, Callable[[int, int], object], Callable[[], Routed] | None], None]
 
 
+_SERIAL = 1 << 15
+"""Numbers of a tensor that torch does not divide among threads. It rounds exp differently where parts end."""
+
+
 class ExpertLayers(LazyModule, nn.ModuleDict):
     """The layers of one expert, by local name."""
 
@@ -79,9 +83,7 @@ class QuantizedExperts(nn.ModuleList):
         self.guess_next: Callable[[torch.Tensor], Routed] | None = None
         self.on_route: Callable[[torch.Tensor], object] | None = None
         self.is_late = False
-        self._stacked = StackedExperts(
-            self, _first(self[0]), self._join, apply_gate, is_joined=not is_interleaved
-        )
+        self._stacked = StackedExperts(self, _first(self[0]), self._gate, is_joined=not is_interleaved)
         self._hidden_layers: dict[str, Any] = {}
         self._number = experts_number(self)
 
@@ -282,7 +284,12 @@ class QuantizedExperts(nn.ModuleList):
         return kernel.experts.add(*routed, self._gate, projections, not self.is_interleaved)
 
     def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self._apply_gate(self._join(parts))
+        """Returns the gated outputs. On the CPU, their bits do not depend on the number of rows."""
+        both = self._join(parts)
+        if not both.is_cpu or both.numel() <= _SERIAL:
+            return self._apply_gate(both)
+        pieces = both.split(max(_SERIAL // both.shape[1], 1))
+        return torch.cat([self._apply_gate(piece) for piece in pieces])
 
     def _common_kernel(
         self, experts: Sequence[int], hidden_states: torch.Tensor, top_k_weights: torch.Tensor

@@ -15,7 +15,7 @@ from hfq.modules.offloaded_parameter import OffloadedParameter
 
 __all__ = ["StackedExperts", "is_plain", "multiply_as_stacked", "needs_gradient"]
 
-Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+Gate = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -91,21 +91,18 @@ class StackedExperts:
     Args:
         experts: The layers of each expert, by local name.
         first: The projections that multiply an expert's input, in the order of their outputs.
-        join: Returns gate and up channels in the order that `apply_gate` expects.
-        apply_gate: The model's own gating.
-        is_joined: True if `join` returns the outputs of `first` one after the other.
+        gate: Returns the input of `down_proj` for the outputs of `first`.
+        is_joined: True if `gate` reads the outputs of `first` one after the other.
     """
 
     def __init__(
         self,
         experts: nn.ModuleList,
         first: Sequence[str],
-        join: Join,
-        apply_gate: Callable[[torch.Tensor], torch.Tensor],
+        gate: Gate,
         is_joined: bool,
     ) -> None:
-        self._experts, self._first, self._join, self._apply_gate = experts, first, join, apply_gate
-        self._is_joined = is_joined
+        self._experts, self._first, self._gate, self._is_joined = experts, first, gate, is_joined
         self._kept: _Kept | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -153,9 +150,6 @@ class StackedExperts:
         if products is None:
             return None
         return products(hidden_states, top_k_index, top_k_weights, self._gate, size)
-
-    def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self._apply_gate(self._join(parts))
 
     def _find(
         self, kernel: Kernel, device: torch.device, routed: Iterable[int]

@@ -475,3 +475,26 @@ def test_python_calls_do_not_depend_on_the_number_of_routed_experts(fast):
         return len(counted)
 
     assert calls(1) == calls(EXPERTS)
+
+
+def test_bits_do_not_depend_on_the_rows_that_threads_share(native):
+    """torch computes the ends of a thread's part of a tensor by another exponential function."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(16):
+        shapes = {"gate_up_proj": (2 * 384, HIDDEN), "down_proj": (HIDDEN, 384)}
+        own = {local: linear(FORMATS["fp8"], torch.randn(*shape), None)[0] for local, shape in shapes.items()}
+        for layer in own.values():
+            layer.kernel = KERNELS["cpp"]
+        layers.append(own)
+    experts = QuantizedExperts(
+        layers, lambda both: torch.nn.functional.silu(both[..., :384]) * both[..., 384:]
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        for tokens in (583, 705, 766):
+            inputs = torch.randn(tokens, HIDDEN), torch.arange(tokens)[:, None] % 16, torch.rand(tokens, 1)
+            assert torch.equal(experts(*inputs), one_by_one(experts, *inputs))
+    finally:
+        torch.set_num_threads(threads)
