@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,12 @@ Routed = Sequence[Sequence[QuantizedModule]]
 Onload = Callable[[Routed, Callable[[int, int], object], Callable[[], Routed] | None], None]
 
 
-_SERIAL = 1 << 15
-"""Numbers of a tensor that torch does not divide among threads. It rounds exp differently where parts end."""
+_SERIAL, _VECTOR = 1 << 15, 64
+"""Numbers that torch leaves to one thread, and a multiple of all its vectors.
+
+torch divides more numbers among threads, and computes those behind the last whole vector of a thread by
+another exponential function.
+"""
 
 
 class ExpertLayers(LazyModule, nn.ModuleDict):
@@ -288,8 +293,8 @@ class QuantizedExperts(nn.ModuleList):
         both = self._join(parts)
         if not both.is_cpu or both.numel() <= _SERIAL:
             return self._apply_gate(both)
-        pieces = both.split(max(_SERIAL // both.shape[1], 1))
-        return torch.cat([self._apply_gate(piece) for piece in pieces])
+        pieces = [self._apply_gate(piece) for piece in _even_pieces(both, torch.get_num_threads())]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _common_kernel(
         self, experts: Sequence[int], hidden_states: torch.Tensor, top_k_weights: torch.Tensor
@@ -411,6 +416,16 @@ class MaskedExperts(QuantizedExperts):
         """
         routed = torch.where(mask.any(-1), mask.argmax(-1), len(self))
         return super().forward(hidden_states, routed, weights)
+
+
+def _even_pieces(values: torch.Tensor, threads: int) -> list[torch.Tensor]:
+    """Returns rows that threads divide into whole vectors, and pieces of the others for one thread each."""
+    rows, width = len(values), values.shape[1] // 2  # of gate or up
+    unit = threads * (_VECTOR // math.gcd(_VECTOR, width))
+    even = rows - rows % unit
+    even *= even * width >= threads * _SERIAL  # for fewer numbers, torch takes fewer threads
+    rest = [piece for piece in values[even:].split(max(_SERIAL // values.shape[1], 1)) if len(piece)]
+    return [values[:even], *rest] if even else rest
 
 
 def _first(layers: nn.Module) -> tuple[str, ...]:
