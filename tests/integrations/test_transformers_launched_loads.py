@@ -246,6 +246,11 @@ def test_declared_and_detected_checkpoints_are_quantized(tmp_path):
     assert launched_loads._look(tmp_path / "nowhere", {}) == (None, unseen)
 
 
+def test_a_hub_id_without_an_organization_is_said_to_be_one(hub):
+    unseen = "hfq could not look at its tensors: on the Hub, it only looks at models named organization/model"
+    assert launched_loads._look("gpt2", {"local_files_only": True}) == (None, unseen)
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """Hub with a checkpoint that only hf_quant_config.json declares, in a model and in a subfolder of one."""

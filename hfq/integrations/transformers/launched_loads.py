@@ -197,6 +197,8 @@ def _look(path: Any, kwargs: Mapping[str, Any], is_base: bool = False) -> tuple[
         if base != path and not is_base:
             return _look(base, kwargs, is_base=True)
         why = error.message.partition(". ")[0].rstrip(".")
+        if os.sep not in os.fspath(path) and not os.path.lexists(path):  # a legacy id, such as gpt2
+            why = "on the Hub, it only looks at models named organization/model"
         return _declared(path, access), f"hfq could not look at its tensors: {why}"
 
 
