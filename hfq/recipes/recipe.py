@@ -262,6 +262,9 @@ class Recipe:
                 odd.setdefault(size, []).append(name)
         if odd:
             names = sorted({_last_names(name) for each in odd.values() for name in each})
+            fix = f"Choose another {'group size or ' if span > 1 else ''}method"
+            if any(_last_names(name) not in names for name in sizes):  # these would stay to be quantized
+                fix += f", or pass modules_to_not_convert={names}"
             raise FormatError(
                 f"method={self.method!r} cannot hold layers of these sizes. Nothing was done.",
                 expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
@@ -270,7 +273,7 @@ class Recipe:
                     f"{list(size)}: {len(each)} {'layer' if len(each) == 1 else 'layers'}, such as {each[0]}"
                     for size, each in odd.items()
                 ],
-                fix=f"Choose another group size or method, or pass modules_to_not_convert={names}.",
+                fix=f"{fix}.",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -113,6 +113,15 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_pat
         "[128, 128]: 16 layers, such as model.layers.0.self_attn.q_proj",
         "[384, 128]: 8 layers, such as model.layers.0.mlp.gate_proj",
     )
+    dense = ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert error.fix == f"Choose another group size or method, or pass modules_to_not_convert={dense}."
+
+
+@pytest.mark.parametrize(("method", "other"), [("rtn", "group size or method"), ("mxfp4", "method")])
+def test_the_fix_for_sizes_that_do_not_divide_leaves_a_layer(method, other):
+    with pytest.raises(FormatError) as caught:
+        Recipe(method).check_sizes({"layers.0.q_proj": (48, 48), "layers.1.q_proj": (64, 256)})
+    assert caught.value.fix == f"Choose another {other}."
 
 
 def test_a_name_that_is_not_in_the_model_is_refused(tmp_path):
