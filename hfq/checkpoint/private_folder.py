@@ -12,6 +12,8 @@ import os
 import stat
 from pathlib import Path
 
+from hfq.errors import SetupError
+
 __all__ = ["NotPrivateError", "check_own", "private_folder", "user_cache"]
 
 _MOST_LINKS = 40
@@ -26,9 +28,17 @@ def user_cache() -> Path:
     """Returns the folder `hfq` in the user's cache folder, which may not exist.
 
     Raises:
-        RuntimeError: The user has no home directory.
+        SetupError: The user has no home directory.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq"
+    except RuntimeError as error:  # no $HOME, and no entry in passwd
+        raise SetupError(
+            "hfq has no folder for its cache.",
+            expected="XDG_CACHE_HOME, or a home directory",
+            found=error,
+            fix="Set XDG_CACHE_HOME to a folder that only you can write to.",
+        ) from error
 
 
 def private_folder(folder: str | os.PathLike) -> Path:

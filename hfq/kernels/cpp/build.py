@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hfq.checkpoint.private_folder import check_own, private_folder, user_cache
+from hfq.errors import SetupError
 
 __all__ = [
     "BuildError",
@@ -169,8 +170,8 @@ def cache_folder() -> Path:
         if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
             raise OSError(f"the file system of {folder} does not run programs (noexec)")
         return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: no $HOME, and no entry in passwd
-        return _temporary_folder(str(error))
+    except (OSError, SetupError) as error:
+        return _temporary_folder(error.message.rstrip(".") if isinstance(error, SetupError) else str(error))
 
 
 @functools.cache

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from hfq.checkpoint.private_folder import user_cache
+from hfq.errors import SetupError
 from hfq.kernels.cpp import build as building
 from hfq.kernels.cpp import library
 from tests.support import programs
@@ -179,11 +181,13 @@ def test_a_cache_that_others_may_write_to_is_not_used(temporary):
 
 
 def test_without_a_home_the_cache_is_temporary(temporary, monkeypatch):
-    """In a container without an entry in passwd, pathlib raises RuntimeError."""
+    """As in a container without an entry in passwd."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
-    temporary("Set XDG_CACHE_HOME")
+    temporary("hfq has no folder for its cache. (Set XDG_CACHE_HOME")
+    with pytest.raises(SetupError, match="no folder for its cache"):
+        user_cache()
 
 
 def test_without_a_place_for_the_cache_it_is_temporary(temporary, tmp_path):
