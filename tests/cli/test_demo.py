@@ -55,14 +55,22 @@ def test_hfq_answers_exactly_where_plain_transformers_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interruption_prints_one_line_and_leaves_no_process_and_no_file(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (signal.SIGINT, 130, "Interrupted. Run the same command again.\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
+)
+def test_an_interruption_prints_one_line_and_leaves_no_process_and_no_file(tmp_path, number, status, said):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*HFQ, tmp_path], **streams, start_new_session=True) as process:
         assert process.stdout.readline()  # the model is being made
         time.sleep(1)
-        os.killpg(process.pid, signal.SIGINT)
+        os.kill(process.pid, number) if number == signal.SIGTERM else os.killpg(process.pid, number)
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "Interrupted. Run the same command again.\n")
+    assert (process.returncode, err) == (status, said)
     until = time.monotonic() + 10
     while _lives(process.pid) and time.monotonic() < until:
         time.sleep(0.05)
@@ -126,9 +134,39 @@ def test_a_disk_that_is_too_full_gets_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_with_too_little_memory_is_told_what_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: 2_000_000_000)
+@pytest.mark.parametrize(
+    ("free", "fix"),
+    [(2_000_000_000, "Pass --size 490MB, or free memory."), (800_000_000, "Free memory.")],
+)
+def test_a_machine_with_too_little_memory_is_told_what_fits(tmp_path, monkeypatch, free, fix):
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: free)
     with pytest.raises(SetupError) as caught:
         command.demo(folder=tmp_path)
-    assert caught.value.fix == "Pass --size 490MB, or free memory."
+    assert caught.value.fix == fix
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_without_measurements_of_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "peak_memory", lambda pid: 0)
+    with pytest.raises(SetupError, match="cannot measure memory"):
+        command.demo(folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_command_left_in_the_cache_is_deleted_by_the_next_alone(tmp_path):
+    def names():
+        return {path.name for path in tmp_path.iterdir()}
+
+    (tmp_path / "hfq-demo-left" / "model").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    with (
+        command._new_folder(tmp_path, is_cache=False),  # a folder of the user: nothing is deleted
+        command._new_folder(tmp_path, is_cache=True),  # another command runs
+    ):
+        assert len(names()) == 4
+    assert names() == {"hfq-demo-left", "other"}
+    with command._new_folder(tmp_path, is_cache=True) as own:
+        assert names() == {own.name, "other"}
+        with command._new_folder(tmp_path, is_cache=True) as second:
+            assert names() == {own.name, second.name, "other"}
+    assert names() == {"other"}

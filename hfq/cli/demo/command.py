@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hfq.cli.demo.limited_process import run_limited
+from hfq.cli.demo.limited_process import peak_memory, run_limited
 from hfq.cli.fitting_table import FittingTable
 from hfq.cli.progress_bar import ProgressBar, progress_bar
 from hfq.errors import SetupError
@@ -18,6 +22,8 @@ from hfq.tables import as_size
 
 __all__ = ["demo", "run_all"]
 
+_PREFIX = "hfq-demo-"
+_ENDING = signal.SIGTERM, signal.SIGHUP
 _LEAST_SIZE = 100_000_000
 _LIBRARIES = 100_000_000  # of a run: activations, threads, and pages of libraries
 _NEEDED = 3, 500_000_000  # for plain transformers without a limit: sizes of the model, and bytes for all else
@@ -51,11 +57,8 @@ def demo(
     parent.mkdir(parents=True, exist_ok=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all runs compute on the CPU
     os.environ.pop("HFQ_ENABLE", None)  # plain transformers stays plain
-    with (
-        tempfile.TemporaryDirectory(prefix="hfq-demo-", dir=parent) as temporary,
-        progress_bar(1 + len(RUNS)) as bar,
-    ):
-        rows = run_all(Path(temporary), nbytes, bar, not as_json)
+    with _exits_on_signals(), _new_folder(parent, folder is None) as path, progress_bar(1 + len(RUNS)) as bar:
+        rows = run_all(path, nbytes, bar, not as_json)
     print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
     if not all(row["bit_identical"] for row in rows if row["tool"] == "hfq"):
         raise typer.Exit(1)
@@ -113,18 +116,64 @@ def _run(path: Path, nbytes: int, tool: str, is_limited: bool) -> dict:
     }
 
 
+@contextlib.contextmanager
+def _exits_on_signals() -> Iterator[None]:
+    """Makes SIGTERM, and the SIGHUP of a closed terminal, exit, so that the model is deleted."""
+    handled = [each for each in _ENDING if signal.getsignal(each) is signal.SIG_DFL]
+    for each in handled:
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _new_folder(parent: Path, is_cache: bool) -> Iterator[Path]:
+    """Yields a new folder, which is deleted afterwards.
+
+    In the user cache, this deletes folders that killed commands left, unless another command runs.
+    """
+    import fcntl
+    import shutil
+
+    running = os.open(parent, os.O_RDONLY)
+    try:
+        if is_cache:
+            with contextlib.suppress(OSError):  # another command runs, or there are no locks
+                fcntl.flock(running, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in parent.glob(f"{_PREFIX}*"):
+                    shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(running, fcntl.LOCK_SH)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as temporary:
+            yield Path(temporary)
+    finally:
+        os.close(running)
+
+
 def _check_memory(nbytes: int) -> None:
     from hfq.checkpoint.memory_limit import available_memory
 
+    if not peak_memory(os.getpid()):
+        raise SetupError(
+            "The demo cannot measure memory here.",
+            file="/proc/self/status",
+            expected="a line VmHWM, as Linux has it",
+            found="none",
+            fix="Mount /proc, or run the demo outside of a sandbox that replaces the kernel.",
+        )
     times, fixed = _NEEDED
     free, needed = available_memory(), nbytes * times + fixed
     if free is not None and free < needed:
-        smaller = max((free - fixed) // (times * 1_000_000) - 10, _LEAST_SIZE // 1_000_000)
+        smaller = (free - fixed) // (times * 1_000_000) - 10
+        fits = smaller * 1_000_000 >= _LEAST_SIZE
         raise SetupError(
             "This machine has too little free memory for the demo's largest run.",
             expected=f"{needed:,} bytes, for plain transformers without a limit",
             found=f"{free:,} bytes",
-            fix=f"Pass --size {smaller}MB, or free memory.",
+            fix=f"Pass --size {smaller}MB, or free memory." if fits else "Free memory.",
         )
 
 
