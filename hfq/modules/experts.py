@@ -419,7 +419,7 @@ class MaskedExperts(QuantizedExperts):
 
 
 def _even_pieces(values: torch.Tensor, threads: int) -> list[torch.Tensor]:
-    """Returns rows that threads divide into whole vectors, and pieces of the others for one thread each."""
+    """Returns rows that threads divide into whole vectors, and the others in pieces for one."""
     rows, width = len(values), values.shape[1] // 2  # of gate or up
     unit = threads * (_VECTOR // math.gcd(_VECTOR, width))
     even = rows - rows % unit
