@@ -34,16 +34,30 @@ def perplexity(
 
     Args:
         model: Model that accepts `input_ids` and returns `logits`, like transformers' causal models.
-        tokens: int64 [n]. They are cut into windows of `context`, and the rest is dropped.
+        tokens: int64 [n] or [1, n]. They are cut into windows of `context`, and the rest is dropped.
         context: Tokens per window.
         batch_size: Windows per forward pass.
         stride: Tokens between the starts of two windows. None means `context`, without overlap.
 
     Raises:
-        SetupError: There are fewer tokens than one window, or a window has fewer than two.
+        SetupError: The tokens are not one sequence of integers, there are fewer than one window, or a window
+            has fewer than two.
         CheckpointError: A logit is not finite.
     """
-    return score(model, cut(tokens, context, stride, batch_size)).perplexity
+    return score(model, cut(_sequence(tokens), context, stride, batch_size)).perplexity
+
+
+def _sequence(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the tokens as [n]; a tokenizer returns one text as [1, n]."""
+    sequence = tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens
+    if sequence.dim() != 1 or sequence.dtype not in (torch.int64, torch.int32):
+        raise SetupError(
+            "The tokens are not one sequence of token ids.",
+            expected="int64 [n] or [1, n]",
+            found=f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}",
+            fix='Pass tokenizer(text, return_tensors="pt").input_ids of one text.',
+        )
+    return sequence
 
 
 def score(

@@ -53,6 +53,28 @@ def by_hand(model: Bigram, tokens: torch.Tensor, context: int, stride: int) -> f
     return math.exp(sum(-math.log(table[text[place - 1]][text[place]]) for place in scored) / len(scored))
 
 
+def test_a_sequence_with_a_batch_dimension_is_one_text(model):
+    text = tokens(80)
+    assert perplexity(model, text[None], 8) == perplexity(model, text, 8)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (tokens(80).reshape(2, 40), "int64 [2, 40]"),
+        (tokens(80).reshape(1, 1, 80), "int64 [1, 1, 80]"),
+        (tokens(1)[0], "int64 []"),
+        (tokens(80).float(), "float32 [80]"),
+        (tokens(80)[None].double(), "float64 [1, 80]"),
+    ],
+)
+def test_tokens_that_are_no_sequence_of_ids_are_refused(model, other, found):
+    with pytest.raises(SetupError, match="not one sequence of token ids") as caught:
+        perplexity(model, other, 8)
+    assert (caught.value.expected, caught.value.found) == ("int64 [n] or [1, n]", found)
+    assert not model.batches
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 16])
 @pytest.mark.parametrize(
     ("count", "context", "stride"),
