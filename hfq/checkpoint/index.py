@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from hfq.checkpoint.gguf.named_model import GgufModel, open_gguf
-from hfq.checkpoint.gguf.split_files import find_gguf, parts_of
+from hfq.checkpoint.gguf.split_files import find_gguf, no_such_gguf, parts_of
 from hfq.checkpoint.header import Header, HeaderLimits, read_header
 from hfq.checkpoint.small_file import read_small_file
 from hfq.errors import CheckpointError, FormatError, error_of_limit
@@ -388,11 +388,13 @@ def _outside(file: object, found: str) -> CheckpointError:
 
 
 def _check_exists(root: Path, file: Path) -> None:
-    """Raises an error that names a missing shard, or one whose link in the Hub cache dangles."""
+    """Raises an error that names a missing file, or one whose link in the Hub cache dangles."""
     _check_contained(root, file)
     try:
         file.stat()
     except FileNotFoundError as error:
+        if file.suffix == ".gguf" and parts_of(file) == [file] and not os.path.lexists(file):
+            raise no_such_gguf(file) from error
         raise CheckpointError(
             f"Shard {file.relative_to(root).as_posix()} is missing. Nothing was loaded.",
             file=file,

@@ -80,6 +80,21 @@ def test_a_missing_shard_is_named(sharded):
         Checkpoint.open(sharded)
 
 
+def test_a_gguf_file_that_does_not_exist_is_answered_by_the_nearest_names(tmp_path):
+    names = ["a.gguf", "tiny-q8_0.gguf", "tiny-q4-00001-of-00002.gguf", "tiny-q4-00002-of-00002.gguf"]
+    typo = tmp_path / "tiny-q8_1.gguf"
+    with refused("There is no such GGUF file.", "found: no GGUF file", "Fix: Check the path.", file=typo):
+        Checkpoint.open(typo)
+    for name in names:
+        (tmp_path / name).touch()
+    found = "found: tiny-q8_0.gguf, tiny-q4-00001-of-00002.gguf, a.gguf\n"
+    with refused("There is no such GGUF file.", found, f"or {tmp_path}/tiny-q8_0.gguf on the", file=typo):
+        Checkpoint.open(typo)
+    (tmp_path / names[-1]).unlink()
+    with refused(f"Shard {names[-1]} is missing.", file=tmp_path / names[-1]):
+        Checkpoint.open(tmp_path / names[-2])
+
+
 @pytest.mark.parametrize("dangles", [False, True])
 def test_a_missing_shard_of_the_hub_cache_names_the_repository(tmp_path, dangles):
     snapshot = tmp_path / "models--org--some-model" / "snapshots" / "abc"

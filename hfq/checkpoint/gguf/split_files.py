@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path, PurePosixPath
 
 from hfq.checkpoint.gguf.header import GgufHeader
 from hfq.errors import CheckpointError
 
-__all__ = ["check_parts", "choose_gguf", "find_gguf", "parts_of"]
+__all__ = ["check_parts", "choose_gguf", "find_gguf", "no_such_gguf", "parts_of"]
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _OTHER_FILES = ("mmproj-", "mtp-")
 """Starts of the names of files that accompany a model: image encoders and draft layers."""
+
+_MOST_NAMED = 12
+"""Most files that an error names."""
 
 
 def find_gguf(folder: Path) -> Path | None:
@@ -40,21 +44,44 @@ def choose_gguf(names: Iterable[str], where: str) -> str | None:
     Raises:
         CheckpointError: The files are several models.
     """
+    models = _models(names)
+    if len(models) > 1:
+        first = models[0]
+        raise CheckpointError(
+            "There are several GGUF models. Nothing was loaded.",
+            file=where,
+            expected="one GGUF file, or the parts of one split",
+            found=", ".join(models[:_MOST_NAMED]),
+            fix=f"Name one of them: pass gguf_file={first!r}, or {where}/{first} on the command line.",
+        )
+    return next(iter(models), None)
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """Returns the GGUF files of models among names of files; the first part of each split."""
     models: dict[str, str] = {}
     for name in sorted(names):
         if name.endswith(".gguf") and not PurePosixPath(name).name.startswith(_OTHER_FILES):
             part = _PART.fullmatch(name)
             models.setdefault(part["stem"] if part else name, name)
-    if len(models) > 1:
-        first = next(iter(models.values()))
-        raise CheckpointError(
-            "There are several GGUF models. Nothing was loaded.",
-            file=where,
-            expected="one GGUF file, or the parts of one split",
-            found=", ".join([*models.values()][:12]),
-            fix=f"Name one of them: pass gguf_file={first!r}, or {where}/{first} on the command line.",
-        )
-    return next(iter(models.values()), None)
+    return [*models.values()]
+
+
+def no_such_gguf(file: Path) -> CheckpointError:
+    """Returns the error of a GGUF file that does not exist; it names the others of the folder."""
+    models = _models(path.name for path in file.parent.glob("*.gguf"))
+    models.sort(key=lambda name: SequenceMatcher(None, name, file.name).ratio(), reverse=True)
+    fix = "Check the path."
+    if models:
+        nearest = f"gguf_file={models[0]!r}, or {file.with_name(models[0])} on the command line"
+        fix = f"Check the name, or pass the nearest: {nearest}."
+    return CheckpointError(
+        "There is no such GGUF file. Nothing was loaded.",
+        file=file,
+        expected=file.name,
+        found=", ".join(models[:_MOST_NAMED]) or "no GGUF file in the folder",
+        fix=fix,
+    )
 
 
 def parts_of(file: Path) -> list[Path]:
