@@ -63,8 +63,8 @@ def check_template(source: Checkpoint, template: Checkpoint) -> None:
 
     config = AutoConfig.from_pretrained(source.root)
     _check_rope_types(config, source)
-    check_metadata(config, template)
-    check_rope_tensors(config, template, Reader(template))
+    check_metadata(config, template, is_template=True)
+    check_rope_tensors(config, template, Reader(template), is_template=True)
     for key, wanted in unsaid_rope(config, template):
         raise FormatError(
             "The template does not say how this model computes RoPE. Nothing was written.",

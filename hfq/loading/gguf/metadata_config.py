@@ -147,12 +147,13 @@ def _complete(config: Any, model: GgufModel) -> None:
         config.query_pre_attn_scalar = config.head_dim
 
 
-def check_metadata(config: Any, checkpoint: Checkpoint) -> None:
+def check_metadata(config: Any, checkpoint: Checkpoint, is_template: bool = False) -> None:
     """Checks that a config does not contradict the metadata of a GGUF file.
 
     Args:
         config: The config of the model.
         checkpoint: The checkpoint.
+        is_template: True for the template of a conversion to GGUF.
 
     Raises:
         FormatError: Lists every key that differs.
@@ -171,16 +172,19 @@ def check_metadata(config: Any, checkpoint: Checkpoint) -> None:
         found = f"model_type of the config is {text.model_type!r}"
         problems.insert(0, f"general.architecture is {model.architecture!r}, and {found}")
     if problems:
-        raise _contradiction(checkpoint, problems)
+        raise _contradiction(checkpoint, problems, is_template)
 
 
-def check_rope_tensors(config: Any, checkpoint: Checkpoint, reader: Reader) -> None:
+def check_rope_tensors(
+    config: Any, checkpoint: Checkpoint, reader: Reader, is_template: bool = False
+) -> None:
     """Checks that tensors with the frequencies of RoPE repeat what the config says.
 
     Args:
         config: The config of the model.
         checkpoint: The checkpoint.
         reader: Reader of its files.
+        is_template: True for the template of a conversion to GGUF.
 
     Raises:
         FormatError: Names the tensors that differ.
@@ -198,7 +202,7 @@ def check_rope_tensors(config: Any, checkpoint: Checkpoint, reader: Reader) -> N
         elif not torch.allclose(stored, expected, rtol=1e-4, atol=0):
             problems.append(f"{name} scales the frequencies of RoPE by other factors than the config")
     if problems:
-        raise _contradiction(checkpoint, problems)
+        raise _contradiction(checkpoint, problems, is_template)
 
 
 def unsaid_rope(config: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -309,11 +313,16 @@ def _rope_factors(config: Any, name: str) -> torch.Tensor | None:
     return plain / scaled
 
 
-def _contradiction(checkpoint: Checkpoint, problems: list[str]) -> FormatError:
+def _contradiction(checkpoint: Checkpoint, problems: list[str], is_template: bool) -> FormatError:
+    consequence, expected = "loaded", "the config of the model that the file was made from"
+    fix = "Download config.json of the original model into the folder of the file."
+    if is_template:
+        consequence, expected = "written", "a template of the model that is converted"
+        fix = "Pass a GGUF file of this model."
     return FormatError(
-        "The config contradicts the GGUF file. Nothing was loaded.",
+        f"The config contradicts the GGUF file. Nothing was {consequence}.",
         file=next(iter(checkpoint.headers)),
         problems=problems,
-        expected="the config of the model that the file was made from",
-        fix="Download config.json of the original model into the folder of the file.",
+        expected=expected,
+        fix=fix,
     )
