@@ -181,8 +181,7 @@ def _not_here(func: Any, away: OffloadedParameter | OffloadedValues) -> Placemen
     name, module = away.name, away.name.rpartition(".")[0]
     key = away.placed_by.rpartition(".")[0] or module
     return PlacementError(
-        f"{name or 'A parameter'} is offloaded and cannot be read directly by "
-        f"{getattr(func, '__name__', func)}.",
+        f"{name or 'A parameter'} is offloaded and cannot be read directly by {_name_of(func)}.",
         tensor=name if module else None,
         expected="a call of the module that owns the weight",
         found="its weight, read by other code",
@@ -190,6 +189,12 @@ def _not_here(func: Any, away: OffloadedParameter | OffloadedValues) -> Placemen
         if module
         else "Call the module that owns the weight, or place it in memory by device_map.",
     )
+
+
+def _name_of(func: Any) -> str:
+    """Returns the name of a function, or `.T` for the getter of the attribute `T`."""
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name == "__get__" else name
 
 
 def no_copy(name: str) -> SetupError:

@@ -91,8 +91,9 @@ class OffloadUnit:
         """Tells all parts the device to which they are onloaded."""
         for module in self.moved:
             module.onload_to(self.device)
+        paths = {module: path for path, module in self.module.named_modules(prefix=self.name)}
         for weight in self.unquantized:
-            weight.onload_to(f"{self.name}.{weight.local}", self.device)
+            weight.onload_to(f"{paths.get(weight.module, self.name)}.{weight.local}", self.device)
 
     @property
     def infos(self) -> list[TensorInfo]:

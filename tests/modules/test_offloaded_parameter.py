@@ -2,6 +2,8 @@
 for raises.
 """
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,16 @@ def test_computing_with_it_or_with_what_was_made_of_it_is_refused(name):
     ) as caught:
         COMPUTATIONS[name]()
     assert caught.value.tensor == NAME
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [(lambda weight: weight.T, ".T"), (lambda weight: weight.t(), "t"), (lambda w: w[0], "__getitem__")],
+)
+def test_the_function_or_attribute_that_reads_it_is_named(read, name):
+    words = f"{NAME} is offloaded and cannot be read directly by {name}."
+    with pytest.raises(PlacementError, match=re.escape(words)):
+        read(away(8, 8))
 
 
 def test_what_asks_for_no_values_is_answered():
