@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from hfq.integrations.hub.find import FoundCheckpoint
 
-__all__ = ["Model", "Out", "Revision", "TrustRemoteCode", "model_folder", "model_headers"]
+__all__ = ["Model", "Out", "Revision", "TrustRemoteCode", "check_path", "model_folder", "model_headers"]
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, or Hub id of the checkpoint.")
@@ -69,20 +69,36 @@ def model_folder(model: str, revision: str | None = None, option: str = "--revis
 
     _check_revision(model, revision, option)
     if not is_hub_id(model):
-        if not os.path.lexists(model):
-            from hfq.checkpoint import Checkpoint
-
-            Checkpoint.open(model)  # raises the error for a path with nothing
+        check_path(model)
         return model
     from hfq.integrations.hub.download import download_checkpoint
 
     return download_checkpoint(model, revision)
 
 
-def _check_revision(model: str, revision: str | None, option: str = "--revision") -> None:
-    """Raises an error for a revision that would be ignored or misread."""
+def check_path(model: str) -> None:
+    """Raises an error for a model that is neither at this path nor named as on the Hub.
+
+    It does not ask the Hub, and does not import torch. `@REVISION` may follow a Hub id.
+
+    Args:
+        model: Folder, GGUF file, or Hub id.
+
+    Raises:
+        CheckpointError: There is nothing at the path.
+        SetupError: The name is empty.
+    """
+    from hfq.checkpoint.index import HUB_ID, Checkpoint, split_gguf_path
+
+    _check_named(model)
+    repo, _ = split_gguf_path(model.partition("@")[0])
+    if not os.path.lexists(model) and not HUB_ID.fullmatch(str(repo)):
+        Checkpoint.open(model)  # raises the error for a path with nothing
+
+
+def _check_named(model: str) -> None:
+    """Raises an error for an empty name."""
     from hfq.errors import SetupError
-    from hfq.integrations.hub.find import is_hub_id
 
     if not model.strip():
         raise SetupError(
@@ -91,6 +107,14 @@ def _check_revision(model: str, revision: str | None, option: str = "--revision"
             found=repr(model),
             fix="Pass the folder of a checkpoint, or a Hub id such as Qwen/Qwen3-8B-AWQ.",
         )
+
+
+def _check_revision(model: str, revision: str | None, option: str = "--revision") -> None:
+    """Raises an error for a revision that would be ignored or misread."""
+    from hfq.errors import SetupError
+    from hfq.integrations.hub.find import is_hub_id
+
+    _check_named(model)
     name, at, tag = model.partition("@")
     if at and is_hub_id(name) and not os.path.lexists(model):
         raise SetupError(

@@ -54,6 +54,9 @@ def transformers(monkeypatch, tmp_path):
     file.write_text(PROGRAM)
     monkeypatch.setattr(serving, "_TRANSFORMERS", [sys.executable, str(file)])
     monkeypatch.setattr(serving, "_REQUIRED", ("json",))
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "damaged"):
+        (tmp_path / name).mkdir()
 
 
 def run(*arguments):
@@ -89,6 +92,12 @@ def test_a_server_that_ends_during_the_chat_is_reported(capfd):
 def test_chat_ends_with_the_server(capfd):
     assert run("chat", "damaged") == 3
     assert "loading damaged 1\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["own/tiny@v1", "own/tiny/q4.gguf"])
+def test_serve_leaves_models_on_the_hub_to_transformers(capfd, model):
+    assert run("serve", model) == 0
+    assert capfd.readouterr().out == f"loading {model} 1\n"
 
 
 def test_serve_passes_options_on(capfd):

@@ -24,6 +24,7 @@ from hfq.cli.launch.run_program import (
     run_enabled,
     run_program,
 )
+from hfq.cli.model_argument import check_path
 from hfq.errors import CheckpointError, SetupError
 from hfq.launch_environment import say
 
@@ -53,6 +54,7 @@ def serve(model: Served, arguments: ServeArguments = None, *, options: str) -> N
 
     Options of hfq come before the model, and those of transformers serve after it.
     """
+    check_path(model)
     _check_packages()
     raise typer.Exit(run_enabled([*_TRANSFORMERS, "serve", model, *(arguments or ())], options))
 
@@ -63,6 +65,7 @@ def chat(model: Served, arguments: ChatArguments = None, *, options: str) -> Non
 
     Options of hfq come before the model, and arguments of transformers chat after it.
     """
+    check_path(model)
     _check_packages()
     _check_chat_template(model)
     with _server(model, options) as url:
