@@ -176,7 +176,7 @@ class _Group(TyperGroup):
         """Returns the context of a command line."""
         self._arguments = list(args)
         try:
-            return super().make_context(info_name, args, *rest, **options)
+            return super().make_context(info_name, args, *rest, obj=self._arguments, **options)
         except Exception as error:
             raise _ended(error, self._arguments) from error
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import typer
 
-from hfq.cli.launch import serving
+from hfq.cli.launch import load_options, serving
 from hfq.cli.main import main
 from hfq.errors import CheckpointError
 from hfq.integrations.hub import download
@@ -81,6 +81,18 @@ def test_a_chat_reaches_its_server_past_a_proxy(capfd, monkeypatch):
     assert run("chat", "folder") == 5
     assert serving._chat_environment()["no_proxy"] == "elsewhere,localhost"
     assert "HF_HUB_OFFLINE" not in serving._chat_environment()
+
+
+def test_the_fix_for_options_after_the_model_keeps_all_others(capfd, monkeypatch):
+    monkeypatch.setattr(load_options, "_resolved_elsewhere", lambda given: "{}")
+    late = ("--max-memory=cpu=8GiB", "--quantize-activations", "--host", "a b", "--kernel")
+    assert run("serve", "--disk-io", "direct", "folder", *late) == 1
+    error = capfd.readouterr().err
+    assert "found: --max-memory=cpu=8GiB --quantize-activations --kernel VALUE\n" in error
+    assert error.endswith(
+        "Fix: Run hfq serve --max-memory=cpu=8GiB --quantize-activations --kernel VALUE --disk-io direct "
+        "folder --host 'a b'\n"
+    )
 
 
 def test_a_server_that_ends_during_the_chat_is_reported(capfd):

@@ -6,12 +6,13 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Annotated, Any
 
 import typer
@@ -49,22 +50,24 @@ _STOP_SECONDS = 10.0
 
 
 @with_load_options
-def serve(model: Served, arguments: ServeArguments = None, *, options: str) -> None:
+def serve(ctx: typer.Context, model: Served, arguments: ServeArguments = None, *, options: str) -> None:
     """Serves a checkpoint by an OpenAI-compatible API, with transformers serve.
 
     Options of hfq come before the model, and those of transformers serve after it.
     """
+    _check_arguments(ctx, arguments or ())
     check_path(model)
     _check_packages()
     raise typer.Exit(run_enabled([*_TRANSFORMERS, "serve", model, *(arguments or ())], options))
 
 
 @with_load_options
-def chat(model: Served, arguments: ChatArguments = None, *, options: str) -> None:
+def chat(ctx: typer.Context, model: Served, arguments: ChatArguments = None, *, options: str) -> None:
     """Chats with a checkpoint: starts transformers serve, and transformers chat for it.
 
     Options of hfq come before the model, and arguments of transformers chat after it.
     """
+    _check_arguments(ctx, arguments or ())
     check_path(model)
     _check_packages()
     _check_chat_template(model)
@@ -81,6 +84,35 @@ def _chat_environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _OFFLINE}
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     return {**environment, "no_proxy": f"{direct},localhost" if direct else "localhost"}
+
+
+def _check_arguments(ctx: typer.Context, arguments: Sequence[str]) -> None:
+    """Raises an error for options of hfq after the model, where transformers would read them.
+
+    Args:
+        ctx: Context of the verb; its `obj` is the command line.
+        arguments: The words after the model.
+    """
+    options: dict[str, Any] = {name: each for each in ctx.command.params for name in each.opts}
+    moved: list[str] = []
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--") or name not in options:
+            kept.append(word)
+        elif equals or options[name].is_flag:
+            moved.append(word)
+        else:
+            moved += [word, next(words, "VALUE")]
+    if moved:
+        verb, *before = ctx.obj[: len(ctx.obj) - len(arguments)]
+        raise SetupError(
+            "Options of hfq come before MODEL. Nothing was started.",
+            expected=f"options of transformers {verb} after MODEL",
+            found=shlex.join(moved),
+            fix=f"Run {shlex.join(['hfq', verb, *moved, *before, *kept])}",
+        )
 
 
 def _check_packages() -> None:
