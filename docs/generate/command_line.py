@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import typer
 from typer.models import ArgumentInfo
 
 from hfq.cli.main import VERBS
@@ -47,7 +48,9 @@ def as_markdown() -> str:
         parts.append(f"## hfq {verb.name}\n\n{verb.help} Example:\n\n`{verb.example}`\n")
         hints = get_type_hints(verb.run, include_extras=True)
         rows = [
-            _row(parameter, hints[name]) for name, parameter in inspect.signature(verb.run).parameters.items()
+            _row(parameter, hints[name])
+            for name, parameter in inspect.signature(verb.run).parameters.items()
+            if hints[name] is not typer.Context
         ]
         header = "| argument or option | value | default | meaning |\n|---|---|---|---|\n"
         if rows:
