@@ -57,7 +57,8 @@ def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str
 
     Without config.json, or with one that tells no more than the class, it is transformers' config of the
     metadata. A GGUF file holds a language model alone, so of the config of a multimodal model it is the part
-    of the language model. Its number of tokens is that of the file, if the file lacks rows that no token has.
+    of the language model. If the file lacks the rows of the embedding that no token has, its number of tokens
+    counts.
 
     Args:
         path: The folder or Hub id.
@@ -75,26 +76,29 @@ def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str
     options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     if checkpoint.config.keys() <= _STUB:
         return _config_of_metadata(path, checkpoint, options)
-    rows, is_multimodal = _rows(checkpoint.gguf), isinstance(checkpoint.config.get("text_config"), Mapping)
-    if rows is None and not is_multimodal:
+    tokens, is_multimodal = (
+        _tokens(checkpoint.gguf),
+        isinstance(checkpoint.config.get("text_config"), Mapping),
+    )
+    if tokens is None and not is_multimodal:
         return None
     whole = AutoConfig.from_pretrained(
         path, trust_remote_code=bool(kwargs.get("trust_remote_code")), **options
     )
     config = whole.get_text_config(decoder=True)
-    lacks_rows = rows is not None and rows < config.vocab_size
+    lacks_rows = tokens is not None and tokens < config.vocab_size
     if lacks_rows:
-        config.vocab_size = rows
+        config.vocab_size = tokens
     if is_multimodal:
         config.dtype = config.dtype or whole.dtype
         config.tie_word_embeddings = "lm_head.weight" not in checkpoint.tensors
     return config if lacks_rows or is_multimodal else None
 
 
-def _rows(model: GgufModel) -> int | None:
-    """Returns the rows of the embedding if files of the architecture may lack some; else None."""
-    embedding = model.tensors.get(f"{model.known.modules['token_embd']}.weight")
-    return embedding.shape[0] if model.known.omits_rows and embedding is not None else None
+def _tokens(model: GgufModel) -> int | None:
+    """Returns the number of the file's tokens if its embedding may lack other rows; else None."""
+    tokens = model.keys.get("tokenizer.ggml.tokens")
+    return tokens.count if model.known.omits_rows and isinstance(tokens, GgufArray) else None
 
 
 def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, Any]) -> Any:

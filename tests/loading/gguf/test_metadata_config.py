@@ -271,6 +271,16 @@ def test_more_rows_than_tokens_are_refused(tmp_path):
         load(folder)
 
 
+def test_fewer_rows_than_tokens_are_refused(tmp_path):
+    model = make_model("gemma3", tie_word_embeddings=True)
+    count = model.config.vocab_size + 64
+    folder = write_model(tmp_path, "gemma3", model, metadata={"tokenizer.ggml.tokens": ["t"] * count})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": count}))
+    with refused("model.embed_tokens.weight", kind=FormatError):
+        load(folder)
+
+
 def test_a_sliding_window_of_phi3_is_applied_without_a_config(tmp_path):
     pytest.importorskip("gguf")
     model = make_model("phi3", sliding_window=4)
