@@ -289,7 +289,10 @@ class QuantizedExperts(nn.ModuleList):
         return kernel.experts.add(*routed, self._gate, projections, not self.is_interleaved)
 
     def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the gated outputs. On the CPU, their bits do not depend on the number of rows."""
+        """Returns the gated outputs. On the CPU, their bits do not depend on the number of rows.
+
+        Without a gate, an activation with an exponential function needs widths that are multiples of 64.
+        """
         both = self._join(parts)
         if not both.is_cpu or both.numel() <= _SERIAL:
             return self._apply_gate(both)
@@ -362,7 +365,7 @@ class SortedExperts(QuantizedExperts):
 
 
 class DroppedActivation:
-    """An activation, and in training the dropout behind it.
+    """An activation, and the dropout that training puts behind it.
 
     Args:
         activation: The activation.
@@ -377,7 +380,11 @@ class DroppedActivation:
         self.is_training = False
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(self._activation(values), self._dropout, self.is_training)
+        return self._activation(values)
+
+    def drop(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the values after dropout."""
+        return functional.dropout(values, self._dropout, self.is_training)
 
 
 class MaskedExperts(QuantizedExperts):
@@ -400,6 +407,9 @@ class MaskedExperts(QuantizedExperts):
         """Also tells the activation."""
         self._apply_gate.is_training = mode
         return super().train(mode)
+
+    def _gate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._apply_gate.drop(super()._gate(parts))  # of all rows: pieces would draw other numbers
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor

@@ -71,6 +71,14 @@ def test_training_drops_values_also_of_a_copy_alone(experts):
         assert torch.equal(trained.eval()(*arguments), expected)
 
 
+def test_many_rows_draw_the_numbers_of_one_dropout(experts):
+    values = torch.randn(700, 96, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(3)
+    expected = torch.nn.functional.dropout(values.relu(), 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(experts.train()._gate([values]), expected)
+
+
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])
 def test_initializing_by_the_models_names_changes_nothing(experts, is_hidden):
     arguments = inputs()
