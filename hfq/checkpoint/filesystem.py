@@ -62,6 +62,7 @@ _LOCAL_FUSE = frozenset(
     }
 )
 _SCRATCH_NBYTES = 4 << 20
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python does not name it
 _DAMAGED = (errno.EIO, getattr(errno, "EHWPOISON", 133))
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -148,9 +149,14 @@ def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> No
 
 
 def _fault_in(libc: Any, descriptor: int, window: ByteRange) -> bool:
-    """Returns True if the window's pages were faulted in through a map; needs Linux 5.14."""
+    """Returns True if the window's pages were faulted in through a map; needs Linux 5.14.
+
+    Asks for huge pages, so that file systems which keep them for files (xfs, and ext4 since Linux 6.16) read
+    2 MiB at a time, independent of the read-ahead of the disk.
+    """
     try:
         with _mapped(libc, descriptor, window) as (address, length):
+            libc.madvise(address, length, _MADV_HUGEPAGE)
             if not libc.madvise(address, length, _MADV_POPULATE_READ):
                 return True
             number = ctypes.get_errno()
