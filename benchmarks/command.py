@@ -35,6 +35,8 @@ class Options:
         ranks: Local ranks under ZeRO-3. 0 means none.
         shapes: Names of layer shapes. None means all.
         rows: Numbers of activation rows. None means the benchmark's defaults.
+        cases: Parts of the names of rows. None means all.
+        keep: True to keep random models, and to use those of an earlier run.
     """
 
     folder: Path
@@ -46,6 +48,8 @@ class Options:
     ranks: int
     shapes: list[str] | None
     rows: list[int] | None
+    cases: list[str] | None = None
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,10 @@ def _real_sizes(options: Options) -> Report:
     from benchmarks.real_sizes.bench_real_sizes import bench_real_sizes
 
     threads = (options.threads or _all_threads())[-1]
-    return bench_real_sizes(options.folder, options.shapes, threads, options.rounds, options.quick, _say)
+    chosen = options.shapes, options.cases
+    return bench_real_sizes(
+        options.folder, *chosen, threads, options.rounds, options.quick, options.keep, _say
+    )
 
 
 def _fms(options: Options) -> Report:
@@ -252,7 +259,7 @@ BENCHMARKS = {
         _real_sizes,
         0,
         "Whole models of 8B to 30B, resident and with little memory, against llama.cpp. Needs 40 GB of disk.",
-        own=("--threads", "--shape"),
+        own=("--threads", "--shape", "--case", "--keep"),
     ),
     "fms": Benchmark(
         _fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."
@@ -298,11 +305,18 @@ def bench(
         list[str] | None, typer.Option(help="kernels: a layer shape. real_sizes: a model. By default all.")
     ] = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="kernels, blocks: activation rows.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="real_sizes: rows with this text in their name. By default all.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="real_sizes: keep the models, and use those of an earlier run.")
+    ] = False,
 ) -> None:
     """Run one benchmark, print its report, and print its targets on standard error."""
     from hfq.machine_profile.measure_machine import default_folder
 
     own = {"--threads": threads, "--model": model, "--ranks": ranks, "--shape": shape, "--rows": rows}
+    own |= {"--case": case, "--keep": keep or None}
     found = _find(name, [option for option, value in own.items() if value is not None])
     options = Options(
         folder=folder or default_folder(),
@@ -314,6 +328,8 @@ def bench(
         ranks=2 if ranks is None else ranks,
         shapes=shape,
         rows=rows,
+        cases=case,
+        keep=keep,
     )
     report = found.run(options)
     _show(report, name, as_json, out)

@@ -1,17 +1,20 @@
-"""hfq and llama.cpp as contenders: each loads a model, and runs random tokens in contexts."""
+"""hfq, accelerate, and llama.cpp as contenders: each loads a model, and runs random tokens in contexts."""
 
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
-__all__ = ["RUNTIMES", "Hfq", "LlamaCpp"]
+__all__ = ["RUNTIMES", "Accelerate", "Hfq", "LlamaCpp"]
 
 _CONTEXT = 1024
+_ENDS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
-class Hfq:
-    """hfq in transformers.
+class _Transformers:
+    """A model of transformers.
 
     Args:
         path: The checkpoint.
@@ -21,21 +24,21 @@ class Hfq:
 
     def __init__(self, path: str, threads: int, device_map: Any = None) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
-
-        from hfq import HfqConfig
 
         logging.disable_progress_bar()
         torch.set_num_threads(threads)
-        self._load = lambda: AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, quantization_config=HfqConfig(), device_map=device_map or {"": "cpu"}
-        )
+        self._path, self._device_map = path, device_map or {"": "cpu"}
         self._cache: Any = None
 
     def load(self) -> None:
         """Loads the model."""
-        self.model = self._load()
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self._path, dtype=torch.bfloat16, device_map=self._device_map, **self._options()
+        )
         self._tokens = random.Random(0)
 
     def start(self) -> None:
@@ -54,14 +57,71 @@ class Hfq:
             found = self.model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         found.logits[0, -1, 0].item()
 
-    def hits(self) -> tuple[int, int]:
-        """Returns the routed experts so far that were cached, and all of them."""
+    def counters(self) -> dict[str, int]:
+        """Returns counts so far; none are known."""
+        return {}
+
+    def _options(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Hfq(_Transformers):
+    """hfq in transformers. The arguments are those of `_Transformers`."""
+
+    def counters(self) -> dict[str, int]:
+        """Returns the routed experts so far, those that were cached, and the bytes that passes needed from disk.
+
+        An expert that a guess began to read counts as cached, and its bytes as needed.
+        """
         import hfq
+        from hfq.loading.loaded_model import loader_of
 
         report = hfq.report(self.model).offload
         if report is None:
-            return 0, 0
-        return report.expert_hits, report.expert_hits + report.expert_misses
+            return {}
+        experts = loader_of(self.model).offloader.experts.experts
+        nbytes = sum(info.nbytes for expert in experts for info in expert.infos) // max(len(experts), 1)
+        read = report.expert_misses + report.expert_guesses_used
+        return {
+            "hits": report.expert_hits,
+            "lookups": report.expert_hits + report.expert_misses,
+            "needed": report.passes * report.pass_nbytes + read * nbytes,
+        }
+
+    def predict(self, profile: Path, context: int) -> float:
+        """Returns the predicted seconds of a token.
+
+        Args:
+            profile: Machine profile.
+            context: Number of tokens before it.
+        """
+        from hfq.loading.loaded_model import loader_of
+        from hfq.placement.estimate.profile import read_profile
+        from hfq.runtime.predicted_speed import predict_step
+
+        return predict_step(loader_of(self.model), read_profile(profile), context=context).step_seconds
+
+    def _options(self) -> dict[str, Any]:
+        from hfq import HfqConfig
+
+        return {"quantization_config": HfqConfig()}
+
+
+class Accelerate(_Transformers):
+    """Stock transformers with accelerate's disk offload of all layers.
+
+    Args:
+        path: The checkpoint.
+        threads: Number of threads.
+        device_map: Ignored; accelerate's must name each module in memory.
+    """
+
+    def __init__(self, path: str, threads: int, device_map: Any = None) -> None:
+        super().__init__(path, threads, dict.fromkeys(_ENDS, "cpu") | {"model.layers": "disk"})
+
+    def _options(self) -> dict[str, Any]:
+        self._folder = tempfile.TemporaryDirectory(dir=Path(self._path).parent)
+        return {"offload_folder": self._folder.name}
 
 
 class LlamaCpp:
@@ -108,10 +168,10 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode returned {status}")
         lib.llama_get_logits_ith(self._context, -1)
 
-    def hits(self) -> tuple[int, int]:
-        """Returns zeros: the kernel's page cache decides."""
-        return 0, 0
+    def counters(self) -> dict[str, int]:
+        """Returns counts so far; none are known, since the kernel's page cache decides."""
+        return {}
 
 
-RUNTIMES = {"hfq": Hfq, "llama.cpp": LlamaCpp}
+RUNTIMES = {"hfq": Hfq, "accelerate": Accelerate, "llama.cpp": LlamaCpp}
 """Contenders, by name."""

@@ -59,6 +59,13 @@ class Shape:
         """Returns the same shape with two layers and few tokens, for a check."""
         return replace(self, layers=2, vocabulary=4096)
 
+    def within(self, nbytes: float) -> Shape:
+        """Returns a dense shape with as many layers as fit in bytes of bfloat16, at least one."""
+        queries, keys = (count * self.head for count in self.heads)
+        layer = 2 * self.hidden * (2 * queries + 2 * keys + 3 * self.inner)
+        ends = 2 * 2 * self.vocabulary * self.hidden
+        return replace(self, layers=max(1, min(self.layers, int((nbytes - ends) / layer))))
+
     @property
     def is_mixture(self) -> bool:
         """True for a mixture of experts."""

@@ -10,8 +10,10 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.real_sizes.memory_group import join_group
@@ -20,10 +22,11 @@ from hfq.machine_profile.worker_process import memory, serve
 __all__ = ["RealSizeWorker"]
 
 _START = 8  # tokens before those that are decoded
+_LEAST_TOKENS = 3
 
 
 class RealSizeWorker:
-    """Answers `load`, `prefill`, and `decode`.
+    """Answers `load`, `predict`, `prefill`, and `decode`.
 
     Args:
         runtime: A name of `RUNTIMES`.
@@ -40,38 +43,53 @@ class RealSizeWorker:
         from benchmarks.real_sizes.runtimes import RUNTIMES
 
         self._runtime = RUNTIMES[runtime](path, threads, device_map)
-        self.commands = {name: getattr(self, name) for name in ("load", "prefill", "decode")}
+        self.commands = {name: getattr(self, name) for name in ("load", "predict", "prefill", "decode")}
 
     def load(self) -> dict:
         """Loads the model. Returns seconds, and bytes of the process's own memory."""
         found = self._measured(self._runtime.load)
         return found | {"anonymous": memory().get("anonymous", 0)}
 
+    def predict(self, profile: str) -> dict:
+        """Predicts the seconds of a token from a machine profile as JSON."""
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
+            file.write(profile)
+            file.flush()
+            return {"seconds": self._runtime.predict(Path(file.name), _START)}
+
     def prefill(self, tokens: int) -> dict:
         """Runs a prompt in an empty context."""
         self._runtime.start()
         return self._measured(lambda: self._runtime.run(tokens))
 
-    def decode(self, tokens: int) -> dict:
-        """Decodes tokens one by one. Returns the median of their seconds, and means of the rest."""
+    def decode(self, tokens: int, most_seconds: float = 60) -> dict:
+        """Decodes tokens one by one. Returns the median of their seconds, and means of the rest.
+
+        Args:
+            tokens: Number of tokens.
+            most_seconds: Seconds after which it stops early, with three tokens or more.
+        """
         self._runtime.start()
         self._runtime.run(_START)
         self._runtime.run(1)
         seconds: list[float] = []
-        hits = self._runtime.hits()
+        before = self._runtime.counters()
 
         def run() -> None:
             for _ in range(tokens):
+                if len(seconds) >= _LEAST_TOKENS and sum(seconds) > most_seconds:
+                    return
                 started = time.perf_counter()
                 self._runtime.run(1)
                 seconds.append(time.perf_counter() - started)
 
         found = self._measured(run)
-        kept, looked_up = (now - before for now, before in zip(self._runtime.hits(), hits, strict=True))
-        each = {key: found[key] / tokens for key in ("cpu_seconds", "device_read")}
-        return {"seconds": statistics.median(seconds), "mean": statistics.mean(seconds), **each} | (
-            {"hit_rate": kept / looked_up} if looked_up else {}
-        )
+        each = {key: found[key] / len(seconds) for key in ("cpu_seconds", "device_read")}
+        each |= {"seconds": statistics.median(seconds), "mean": statistics.mean(seconds)}
+        counted = {key: value - before[key] for key, value in self._runtime.counters().items()}
+        if counted.get("lookups"):
+            each["hit_rate"] = counted["hits"] / counted["lookups"]
+        return each | ({"needed": counted["needed"] / len(seconds)} if counted.get("needed") else {})
 
     def _measured(self, work: Callable[[], object]) -> dict:
         read, cpu, started = memory().get("device_read", 0), os.times(), time.perf_counter()

@@ -16,6 +16,7 @@ from hfq.loading.kv_layers import activation_sizes, kv_layers
 from hfq.loading.meta_model import load_meta_model
 from hfq.loading.model_loader import ModelLoader
 from hfq.modules.linear import QuantizedLinear
+from hfq.modules.output_head import OutputHead, replace_head
 from hfq.placement.budget import Budget
 from hfq.placement.estimate.best_format import Shapes
 from hfq.placement.estimate.estimate import ModelSizes
@@ -25,6 +26,7 @@ __all__ = [
     "PlannedModel",
     "count_calls",
     "count_products",
+    "kind_of_layer",
     "kind_of_weight",
     "measure_sizes",
     "open_model",
@@ -125,6 +127,8 @@ def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
         HfqError: The checkpoint fails a check that a load makes before it reads weights.
     """
     loading = load_meta_model(path, dtype)
+    if loading.quantized:
+        replace_head(loading.model)  # as a load with the default kernel does
     sizes, uncounted = measure_sizes(loading)
     return PlannedModel(loading, sizes, uncounted)
 
@@ -182,19 +186,16 @@ def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str
         share = routed if ".experts." in f".{name}." else 1.0
         if isinstance(module, QuantizedLinear):
             nbytes = sum(info.nbytes for info in module.infos.values())
-            yield (
-                kind_of_weight(module.weight_format, dtype),
-                share,
-                module.in_features * module.out_features,
-                nbytes,
-            )
+            yield kind_of_layer(module, dtype), share, module.in_features * module.out_features, nbytes
         elif isinstance(module, nn.Linear):
-            yield (
-                f"dense {dtype}",
-                share,
-                module.weight.numel(),
-                module.weight.numel() * module.weight.element_size(),
-            )
+            yield kind_of_layer(module, dtype), share, module.weight.numel(), module.weight.nbytes
+
+
+def kind_of_layer(module: QuantizedLinear | nn.Linear, dtype: str) -> str:
+    """Returns the name in a machine profile of products with a layer and this dtype."""
+    if isinstance(module, QuantizedLinear):
+        return kind_of_weight(module.weight_format, dtype)
+    return f"{'head' if isinstance(module, OutputHead) else 'dense'} {dtype}"
 
 
 def kind_of_weight(weight_format: Format, dtype: str) -> str:

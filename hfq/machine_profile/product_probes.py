@@ -10,15 +10,22 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from hfq.checkpoint.headers_only import MARKER
+from hfq.checkpoint.reader import Reader
 from hfq.formats import Format
 from hfq.kernels.registry import choose_kernel
-from hfq.loading.dry_run import PlannedModel, kind_of_weight
+from hfq.loading.dry_run import PlannedModel, kind_of_layer
+from hfq.modules.flat_buffer import read_tensor
+from hfq.modules.graph_ops import multiply_head
 from hfq.modules.linear import QuantizedLinear
+from hfq.modules.output_head import OutputHead
 
 __all__ = ["KindProbe", "Layer", "ProductProbe", "layers_of"]
 
@@ -34,11 +41,15 @@ class Layer:
         weight_format: Format of the weights. None if unquantized.
         out_features: Number of outputs.
         in_features: Number of inputs.
+        is_head: True for an `OutputHead`.
+        read: Returns the stored tensors of such a layer; None to quantize random weights.
     """
 
     weight_format: Format | None
     out_features: int
     in_features: int
+    is_head: bool = False
+    read: Callable[[], dict[str, torch.Tensor]] | None = field(default=None, compare=False)
 
     @property
     def weights(self) -> int:
@@ -69,7 +80,7 @@ class ProductProbe:
         self._dtype = dtype
         self._large = large
         self._small = small or Layer(
-            large.weight_format, *(min(_SMALL, size) for size in (large.out_features, large.in_features))
+            large.weight_format, min(_SMALL, large.out_features), min(_SMALL, large.in_features)
         )
         first, self._little = self._make(self._large), self._make(self._small)
         nbytes = sum(tensor.nbytes for tensor in first.values())
@@ -120,6 +131,8 @@ class ProductProbe:
         return statistics.median(self._samples), statistics.median(self._calls)
 
     def _make(self, layer: Layer) -> dict[str, torch.Tensor]:
+        if layer.read is not None:
+            return layer.read()
         weight = (
             torch.randn(layer.out_features, layer.in_features, generator=torch.Generator().manual_seed(0))
             * 0.02
@@ -130,7 +143,8 @@ class ProductProbe:
 
     def _choose(self, layer: Layer) -> Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]:
         if layer.weight_format is None:
-            return lambda activations, tensors: torch.nn.functional.linear(activations, tensors["weight"])
+            multiply = multiply_head if layer.is_head else nn.functional.linear
+            return lambda activations, tensors: multiply(activations, tensors["weight"])
         sized = layer.weight_format.sized(layer.in_features, layer.out_features)
         kernel = choose_kernel("auto", sized, layer.in_features, layer.out_features)
         return lambda activations, tensors: kernel.linear(activations, tensors, sized)
@@ -182,11 +196,24 @@ def layers_of(model: PlannedModel, dtype: str) -> dict[str, dict[Layer, int]]:
         model: The model.
         dtype: Dtype of the activations.
     """
-    found: dict[str, dict[tuple[int, int], list[Layer]]] = defaultdict(lambda: defaultdict(list))
-    for module in model.loading.model.modules():
+    found: dict[str, dict[Layer, int]] = defaultdict(dict)
+    loading = model.loading
+    reader = None if Path(loading.checkpoint.root, MARKER).exists() else loading.reader
+    for module in loading.model.modules():
         if isinstance(module, (QuantizedLinear, nn.Linear)):
-            weight_format = module.weight_format if isinstance(module, QuantizedLinear) else None
-            kind = f"dense {dtype}" if weight_format is None else kind_of_weight(weight_format, dtype)
-            size = module.out_features, module.in_features
-            found[kind][size].append(Layer(weight_format, *size))
-    return {kind: {layers[0]: len(layers) for layers in sizes.values()} for kind, sizes in found.items()}
+            layers, layer = found[kind_of_layer(module, dtype)], _layer_of(module, reader)
+            layers[layer] = layers.get(layer, 0) + 1
+    return dict(found)
+
+
+def _layer_of(module: QuantizedLinear | nn.Linear, reader: Reader | None) -> Layer:
+    """Returns the layer of a module; without a reader, its weights are not those of the file."""
+    out_features, in_features = module.out_features, module.in_features
+    if isinstance(module, nn.Linear):
+        return Layer(None, out_features, in_features, isinstance(module, OutputHead))
+    read = None if reader is None else partial(_read, module, reader)
+    return Layer(module.weight_format, out_features, in_features, read=read)
+
+
+def _read(module: QuantizedLinear, reader: Reader) -> dict[str, torch.Tensor]:
+    return {name: read_tensor(reader, info) for name, info in module.infos.items()}

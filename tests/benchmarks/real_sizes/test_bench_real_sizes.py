@@ -10,13 +10,15 @@ from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM
 
 from benchmarks.real_sizes import memory_group as groups
-from benchmarks.real_sizes.bench_real_sizes import CASES, bench_real_sizes
+from benchmarks.real_sizes.bench_real_sizes import bench_real_sizes
 from benchmarks.real_sizes.random_gguf import BLOCKS, random_rows, write_gguf
 from benchmarks.real_sizes.random_safetensors import write_safetensors
+from benchmarks.real_sizes.rates import measure_rates
 from benchmarks.real_sizes.shapes import SHAPES, set_routing
 from benchmarks.real_sizes.worker import RealSizeWorker
 from hfq import HfqConfig
 from hfq.errors import SetupError
+from hfq.placement.estimate.profile import PUBLISHED
 
 KINDS = ["gguf", "gptq4", "fp8"]
 TYPES = {"": Type.Q4_K, "output": Type.Q6_K}
@@ -86,29 +88,72 @@ def test_the_worker_counts_tokens_bytes_and_hits(tmp_path):
     write_gguf(tmp_path, SMALL["mixture"], TYPES)
     worker = RealSizeWorker("hfq", str(tmp_path), torch.get_num_threads(), None, {"": "disk"})
     assert worker.load()["anonymous"] > 0
+    assert worker.predict(PUBLISHED.to_json())["seconds"] > 0
     assert worker.prefill(4)["seconds"] > 0
     found = worker.decode(3)
     assert found["seconds"] > 0
     assert 0 <= found["hit_rate"] <= 1
+    offloader = worker._runtime.model.hf_quantizer.loading.offloader
+    assert found["needed"] >= offloader.pass_nbytes > 0
+
+
+def test_decoding_ends_after_the_asked_time_and_three_tokens(tmp_path):
+    write_safetensors(tmp_path / "model", SMALL["dense"], "bf16")
+    worker = RealSizeWorker("accelerate", str(tmp_path / "model"), 1)
+    worker.load()
+    assert any(parameter.is_meta for parameter in worker._runtime.model.parameters())
+    ran = []
+    worker._runtime.run = ran.append
+    found = worker.decode(9, most_seconds=0)
+    assert ran == [8, 1, *[1] * 3]
+    assert "needed" not in found
+
+
+def test_rates_are_measured_with_the_layers_of_the_files(tmp_path):
+    paths = [made(tmp_path, SMALL["mixture"], kind) for kind in ("gguf", "gptq4")]
+    rates = measure_rates(tmp_path, paths, 1, quick=True)
+    assert {"gptq 4-bit bfloat16", "head bfloat16", "gguf 4.5-bit bfloat16"} <= set(rates.products)
+    for path in paths:
+        worker = RealSizeWorker("hfq", str(path), 1, None, {"": "cpu"})
+        worker.load()
+        assert worker.predict(rates.to_json())["seconds"] > 0
+
+
+def test_an_unquantized_model_has_the_layers_that_fit(tmp_path):
+    shape = SMALL["dense"]
+    write_safetensors(tmp_path / "model", shape, "bf16")
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert shape.within(nbytes).layers == 2
+    assert shape.within(nbytes * 0.9).layers == 1
+    assert shape.within(0).layers == 1
 
 
 @pytest.mark.slow
 def test_the_report_has_a_row_for_each_contender_and_deletes_the_models(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "llama-3-8b", SMALL["dense"])
-    monkeypatch.setattr("benchmarks.real_sizes.bench_real_sizes.CASES", CASES[5:6])
     monkeypatch.setattr("benchmarks.real_sizes.bench_real_sizes.importlib.util.find_spec", lambda name: None)
     said = []
-    report = bench_real_sizes(tmp_path, ["llama-3-8b"], 1, 1, True, said.append)
+    report = bench_real_sizes(tmp_path, None, ["Llama-3-8B on disk"], 1, 1, True, False, said.append)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert "left out" in said[0]
-    assert {row[1] for row in report.tables[0].rows} == {"hfq, GPTQ", "hfq, the same GGUF"}
-    assert len(report.targets) == 1
+    assert [row[1] for row in report.tables[0].rows] == [
+        "hfq, GPTQ",
+        "hfq, the same GGUF",
+        "accelerate, bfloat16",
+    ]
     assert not [record for record in report.records if "error" in record]
+    kept = bench_real_sizes(
+        tmp_path, None, ["Llama-3-8B on disk, 4 GB: hfq, GPTQ"], 1, 1, True, True, said.append
+    )
+    assert len(kept.records) == 1
+    assert [path.name for path in (tmp_path / "real_sizes").iterdir()] == ["llama-3-8b-gptq4"]
 
 
-def test_an_unknown_shape_and_groups_that_cannot_be_made_are_errors(tmp_path, monkeypatch):
+def test_unknown_shapes_and_rows_and_groups_that_cannot_be_made_are_errors(tmp_path, monkeypatch):
     with pytest.raises(SetupError, match="is not a shape"):
-        bench_real_sizes(tmp_path, ["llama-3-9b"], 1, 1, True, print)
+        bench_real_sizes(tmp_path, ["llama-3-9b"], None, 1, 1, True, False, print)
+    with pytest.raises(SetupError, match="in the name of no row"):
+        bench_real_sizes(tmp_path, None, ["5 GB"], 1, 1, True, False, print)
     monkeypatch.setattr(groups, "_V1", tmp_path / "missing" / "memory")
     monkeypatch.setattr(groups, "_V2", tmp_path / "missing")
     with pytest.raises(SetupError, match="No memory cgroup"), groups.memory_group(1 << 30):

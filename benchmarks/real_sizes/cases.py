@@ -1,0 +1,120 @@
+"""Rows of `real_sizes`: a model, its memory, and the ways to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hfq.errors import SetupError
+
+__all__ = ["BF16", "CASES", "GGUF", "GPTQ", "HFQ", "Case", "Contender", "find_rows"]
+
+GGUF, GPTQ, BF16 = "gguf", "gptq4", "bf16"
+"""Formats of the models: `gguf`, or a layout of `benchmarks.checkpoints`."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a model.
+
+    Attributes:
+        name: Name in tables.
+        runtime: A name of `RUNTIMES`.
+        format: Format of the model that it runs.
+        has_short_read_ahead: True to read the file through a loop device with a read-ahead of 128 KiB.
+    """
+
+    name: str
+    runtime: str
+    format: str
+    has_short_read_ahead: bool = False
+
+
+HFQ = (Contender("hfq, GPTQ", "hfq", GPTQ), Contender("hfq, the same GGUF", "hfq", GGUF))
+_ACCELERATE = Contender("accelerate, bfloat16", "accelerate", BF16)
+_LLAMA = Contender("llama.cpp, mapped", "llama.cpp", GGUF)
+_LLAMA_128 = Contender("llama.cpp, read-ahead 128 KiB", "llama.cpp", GGUF, has_short_read_ahead=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model with a limit of memory.
+
+    Attributes:
+        name: Name of the rows.
+        shape: A name of `SHAPES`.
+        device_map: Device map of hfq.
+        limit: Memory limit in bytes; None for none.
+        is_skewed: True if experts' frequencies follow Zipf's law.
+        least: Required ratio of the decoding speed to llama.cpp's.
+        most_load: Required seconds of a load; None for no requirement.
+        has_accelerate: True to run accelerate's offload of an unquantized model, too.
+    """
+
+    name: str
+    shape: str
+    device_map: Any
+    limit: float | None = None
+    is_skewed: bool = False
+    least: float = 1.0
+    most_load: float | None = None
+    has_accelerate: bool = False
+
+    @property
+    def contenders(self) -> tuple[Contender, ...]:
+        """Ways to run it; the last one is the bar.
+
+        With a memory limit, a long read-ahead of the disk would make llama.cpp read most experts many times.
+        """
+        others = (_ACCELERATE,) if self.has_accelerate else ()
+        return (*HFQ, *others, _LLAMA if self.limit is None else _LLAMA_128)
+
+    @property
+    def reads_all_layers(self) -> bool:
+        """True if each token reads all layers from disk."""
+        return self.device_map == _LAYERS_ON_DISK
+
+
+_LAYERS_ON_DISK = {"": "cpu", "model.layers": "disk"}
+CASES = (
+    Case("Qwen3-30B-A3B, resident", "qwen3-30b-a3b", {"": "cpu"}, least=0.9, most_load=4.0),
+    Case("Qwen3-30B-A3B in 8 GB", "qwen3-30b-a3b", "auto", 8e9, least=1.3),
+    Case("Qwen3-30B-A3B in 4 GB", "qwen3-30b-a3b", "auto", 4e9, least=1.3),
+    Case("Qwen3-30B-A3B in 8 GB, skewed", "qwen3-30b-a3b", "auto", 8e9, True, least=1.3),
+    Case("Qwen3-30B-A3B in 4 GB, skewed", "qwen3-30b-a3b", "auto", 4e9, True, least=1.3),
+    Case("Llama-3-8B, resident", "llama-3-8b", {"": "cpu"}),
+    Case("Llama-3-8B on disk, 4 GB", "llama-3-8b", _LAYERS_ON_DISK, 4e9, least=2.0, has_accelerate=True),
+    Case("Llama-2-13B on disk, 4 GB", "llama-2-13b", _LAYERS_ON_DISK, 4e9, least=2.0),
+)
+"""The cases of the table."""
+
+
+def find_rows(
+    shapes: Sequence[str] | None = None, texts: Sequence[str] | None = None
+) -> dict[Case, tuple[Contender, ...]]:
+    """Returns the contenders to measure of each case.
+
+    Args:
+        shapes: Names of shapes. None means all.
+        texts: Parts of `CASE: CONTENDER`. None means all.
+
+    Raises:
+        SetupError: No row has one of these texts.
+    """
+    rows = [(case, contender) for case in CASES for contender in case.contenders]
+    named = {row: f"{row[0].name}: {row[1].name}" for row in rows}
+    for text in texts or ():
+        if not any(text in name for name in named.values()):
+            raise SetupError(
+                f"--case {text!r} is in the name of no row.",
+                expected="; ".join(named.values()),
+                found=text,
+                fix="Pass a part of one of these names.",
+            )
+    found: dict[Case, tuple[Contender, ...]] = {}
+    for (case, contender), name in named.items():
+        is_named = texts is None or any(text in name for text in texts)
+        if is_named and (shapes is None or case.shape in shapes):
+            found[case] = (*found.get(case, ()), contender)
+    return found
