@@ -254,6 +254,6 @@ def _facts(folder: Path, threads: int, rounds: int) -> dict[str, str]:
         "memory limits": "memory cgroups that count the page cache; files evicted before the load",
         "tokens": f"random; prompts in an empty context, decoding behind 9 tokens, for at most {_MOST_SECONDS} s "
         "after the third token",
-        "accelerate": "stock transformers with its disk offload, which takes unquantized weights on a CPU; GPTQ "
+        "accelerate": "plain transformers with its disk offload, which takes unquantized weights on a CPU; GPTQ "
         "needs gptqmodel there, and GGUF is dequantized while it is loaded",
     }

@@ -69,7 +69,7 @@ class Hfq(_Transformers):
     """hfq in transformers. The arguments are those of `_Transformers`."""
 
     def counters(self) -> dict[str, int]:
-        """Returns the routed experts so far, those that were cached, and the bytes that passes needed from disk.
+        """Returns routed experts so far, those that were cached, and bytes needed from disk.
 
         An expert that a guess began to read counts as cached, and its bytes as needed.
         """
@@ -108,7 +108,7 @@ class Hfq(_Transformers):
 
 
 class Accelerate(_Transformers):
-    """Stock transformers with accelerate's disk offload of all layers.
+    """Plain transformers with accelerate's disk offload of all layers.
 
     Args:
         path: The checkpoint.

@@ -141,9 +141,11 @@ def _work(loading: ModelLoader) -> Work:
 
 
 def _missed_nbytes(experts: ExpertCache) -> float:
-    """Returns the bytes of all experts on disk, times the share of lookups that read."""
+    """Returns the bytes of all experts on disk, times the share of lookups that read or guessed."""
     infos = (info for each in experts.experts if is_on_disk(each.modules[0]) for info in each.infos)
-    return (1 - experts.hit_rate) * sum(info.nbytes for info in infos)
+    lookups = experts.hits + experts.misses
+    guessed = experts.guesses.used / lookups if lookups else 0.0
+    return (1 - experts.hit_rate + guessed) * sum(info.nbytes for info in infos)
 
 
 def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:

@@ -39,6 +39,16 @@ def test_a_step_waits_for_the_routed_experts_that_the_cache_misses(path):
         assert found.step_seconds == pytest.approx(resident.step_seconds + read)
 
 
+def test_guessed_experts_are_hits_that_were_read(path):
+    loading = load_experts(path, "1B")
+    experts = loading.offloader.experts
+    loading.offloader.source.mode = "direct"
+    experts.hits, experts.misses, experts.guesses.used = 5, 1, 3  # two hits that were kept, of six
+    nbytes = sum(info.nbytes for expert in experts.experts for info in expert.infos)
+    read = int(nbytes * 4 / 6 * CHOSEN / EXPERTS)
+    assert predict_step(loading, PUBLISHED).terms["disk"] * PUBLISHED.disk == pytest.approx(read, abs=1)
+
+
 def test_the_hit_rate_of_a_prediction_is_the_measured_one(path):
     loading = load_experts(path, "1MB")
     assert loading.offloader.experts.hit_rate == 1

@@ -97,6 +97,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         "devices": _homes(estimate, weights, hardware),
         "moved": {
             "onloaded_per_step_nbytes": estimate.work.streamed,
+            "routed_per_step_nbytes": estimate.work.on_demand,
             "copied_per_step_nbytes": estimate.work.copied,
             "per_token_nbytes": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,

@@ -83,8 +83,10 @@ def _moved(console: Console, moved: dict) -> None:
         if moved["is_cached"] and moved["onloaded_per_step_nbytes"]
         else ""
     )
+    nbytes = moved["routed_per_step_nbytes"]
+    routed = f", of which {as_size(nbytes)} of experts if routing is even" if nbytes else ""
     console.print(
-        f"onloaded per step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{cached}, "
+        f"onloaded per step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{routed}{cached}, "
         f"{as_size(moved['copied_per_step_nbytes'])} to the accelerator; "
         f"{as_size(moved['per_token_nbytes'])} per token",
         soft_wrap=True,

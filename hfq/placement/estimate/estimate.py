@@ -201,7 +201,7 @@ def list_stages(
 def _work(sizes: ModelSizes, budget: Budget, workload: Workload, buffer: int, free_memory: int) -> Work:
     streamed, copied, on_demand = _reads(sizes, budget, workload.batch)
     stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
-    is_on_cpu = budget.main == "cpu"
+    is_on_cpu, is_cached = budget.main == "cpu", _is_cached(budget, free_memory)
     return Work(
         sizes.weights,
         streamed,
@@ -212,7 +212,7 @@ def _work(sizes: ModelSizes, budget: Budget, workload: Workload, buffer: int, fr
         workload.batch,
         sizes.layers,
         stored_nbytes,
-        is_cached=_is_cached(streamed, free_memory),
+        is_cached=is_cached,
         is_on_cpu=is_on_cpu,
         calls=sizes.calls,
         stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed),
@@ -235,13 +235,15 @@ def work_of_rows(estimate: Estimate, sizes: ModelSizes, rows: int) -> Work:
         streamed=streamed,
         copied=0 if estimate.work.is_on_cpu else copied,
         on_demand=on_demand,
-        is_cached=_is_cached(streamed, estimate.free_memory),
     )
 
 
-def _is_cached(streamed: int, free_memory: int) -> bool:
-    """Returns True if the bytes that each pass reads from disk stay in the page cache."""
-    return streamed <= free_memory * _SHARE_OF_MEMORY
+def _is_cached(budget: Budget, free_memory: int) -> bool:
+    """Returns True if all that is read from disk stays in the page cache.
+
+    That includes all experts, since each token is routed to others.
+    """
+    return budget.stored_nbytes.get("disk", 0) <= free_memory * _SHARE_OF_MEMORY
 
 
 def _reads(sizes: ModelSizes, budget: Budget, rows: int) -> tuple[int, int, int]:

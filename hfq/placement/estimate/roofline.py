@@ -157,7 +157,8 @@ def predict(work: Work, profile: Profile) -> Prediction:
 def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> float:
     """Returns the seconds of computing, of gathers before it, and of reads.
 
-    Reads of units overlap with computing. Those of routed experts do not, since the router comes first.
+    Reads of units overlap with computing. Those of routed experts are added, since the router comes first.
+    Guesses of routers start them earlier, but cost time on the same cores.
     """
     computing, moving = sum(terms[name] for name in _COMPUTING), max(terms[name] for name in _MOVING)
     waiting = terms["disk"] * work.on_demand / work.streamed if work.on_demand and work.is_on_cpu else 0.0

@@ -77,6 +77,17 @@ def test_of_experts_a_step_moves_those_that_are_routed_to():
     assert one.prediction.step_seconds == computing + one.prediction.terms["disk"]
 
 
+def test_routed_experts_are_cached_if_all_of_them_are():
+    experts = tuple(Unit(f"layers.{i}.experts", 40 * MIB, "experts") for i in range(8))
+    sizes = replace(SIZES, units=UNITS + experts, routed=0.125)
+    found = plan(Hardware(cpu=140 * MIB), Workload(1, 16), sizes)
+    on_disk = found.budget.stored_nbytes["disk"]
+    for free, is_cached in ((2 * on_disk, True), (2 * on_disk - 2, False)):
+        work = plan(Hardware(cpu=140 * MIB), Workload(1, 16), sizes, free_memory=free).work
+        assert work.streamed < on_disk // 8
+        assert work.is_cached == is_cached
+
+
 @pytest.mark.parametrize(
     ("hardware", "workload"),
     [
