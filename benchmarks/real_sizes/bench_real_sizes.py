@@ -34,7 +34,7 @@ from hfq.errors import HfqError, SetupError
 from hfq.machine_profile.machine_facts import machine_facts
 from hfq.machine_profile.machine_limits import drop_cache
 from hfq.machine_profile.worker_process import Worker
-from hfq.placement.estimate.profile import Profile
+from hfq.placement.estimate.profile import PUBLISHED, Profile
 from hfq.tables import Report
 
 __all__ = ["bench_real_sizes"]
@@ -91,9 +91,11 @@ def bench_real_sizes(
         own = {case: contenders for case, contenders in chosen.items() if case.shape == name}
         formats = {each.format for contenders in own.values() for each in contenders}
         with _models(folder / "real_sizes", name, shape, formats, keep, say) as models:
-            say(f"{name}: measuring the machine")
-            quantized = [path for kind, path in models.items() if kind != BF16]
-            profile = measure_rates(folder, quantized, threads, quick)
+            profile = PUBLISHED
+            if any(each.runtime == "hfq" for contenders in own.values() for each in contenders):
+                say(f"{name}: measuring the machine")
+                quantized = [path for kind, path in models.items() if kind != BF16]
+                profile = measure_rates(folder, quantized, threads, quick)
             measuring = _Measuring(models, shape, profile, threads, quick, say)
             records += [
                 record
