@@ -108,7 +108,8 @@ def _cells(case: Case, contender: str, records: Sequence[Record]) -> Iterator[st
     for text, value in _COLUMNS.values():
         found = _of(records, case, contender, value)
         yield "-" if found is None else text.format(found)
-    ratio = _ratio(case, contender, records, _speed)
+    is_whole = not any("about" in each for each in select(records, case=case.name, contender=contender))
+    ratio = _ratio(case, contender, records, _speed) if is_whole else None
     yield "-" if ratio is None else f"{ratio:.2f}"
 
 
