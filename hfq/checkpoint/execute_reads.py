@@ -5,12 +5,13 @@ The first error stops all of them.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from hfq.checkpoint.filesystem import WINDOW, populate, resident_fraction
+from hfq.checkpoint.filesystem import WINDOW, populate, resident_fraction, resident_pages
 from hfq.checkpoint.read_plan import ReadPlan, Request, coalesce
 from hfq.checkpoint.reader import Reader
 from hfq.tensor_spec import ByteRange
@@ -113,7 +114,7 @@ def read_all(reader: Reader, jobs: Iterable[tuple[ByteRange, memoryview]], threa
 
 def cold_ranges(ranges: Iterable[ByteRange], reader: Reader) -> list[ByteRange]:
     """Returns the parts of ranges that are mostly missing from the page cache, or may be."""
-    return coalesce((window for window in _windows(ranges) if _is_cold(reader, window) is not False), 0)
+    return coalesce((window for source in ranges for window in _cold_windows(source, reader)), 0)
 
 
 def fill_page_cache(
@@ -150,6 +151,16 @@ def _windows(ranges: Iterable[ByteRange]) -> list[ByteRange]:
         for source in ranges
         for done in range(0, source.nbytes, WINDOW)
     ]
+
+
+def _cold_windows(source: ByteRange, reader: Reader) -> Iterator[ByteRange]:
+    """Yields the cold windows of a range; one call of the system tells them all."""
+    pages = resident_pages(reader.descriptor(source.file), source)
+    before = source.offset // mmap.PAGESIZE
+    for window in _windows([source]):
+        first, end = window.offset // mmap.PAGESIZE, -(-(window.offset + window.nbytes) // mmap.PAGESIZE)
+        if pages is None or pages.count(1, first - before, end - before) < _COLD * (end - first):
+            yield window
 
 
 def _is_cold(reader: Reader, source: ByteRange) -> bool | None:

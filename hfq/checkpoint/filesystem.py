@@ -20,7 +20,7 @@ from typing import Any
 from hfq.checkpoint.reader import changed, unreadable
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["WINDOW", "filesystem_type", "is_network", "populate", "resident_fraction"]
+__all__ = ["WINDOW", "filesystem_type", "is_network", "populate", "resident_fraction", "resident_pages"]
 
 WINDOW = 16 << 20
 """Bytes that are read into the page cache per step.
@@ -106,7 +106,13 @@ def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> st
 
 
 def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
-    """Returns the share of a range's pages in the page cache, 0 to 1, or None if unknown.
+    """Returns the share of a range's pages in the page cache, 0 to 1, or None if unknown."""
+    pages = resident_pages(descriptor, source)
+    return None if pages is None else pages.count(1) / len(pages)
+
+
+def resident_pages(descriptor: int, source: ByteRange) -> bytes | None:
+    """Returns a byte for each page of a range, 1 if it is in the page cache; None if unknown.
 
     Linux answers only the owner of a file and those who may write to it. For others every page is reported as
     resident.
@@ -121,7 +127,7 @@ def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
                 return None
     except OSError:
         return None
-    return bytes(pages).translate(_LOWEST_BIT).count(1) / len(pages)
+    return bytes(pages).translate(_LOWEST_BIT)
 
 
 def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> None:

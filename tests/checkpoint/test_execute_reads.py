@@ -4,6 +4,7 @@ thread left behind.
 
 import errno
 import hashlib
+import mmap
 import os
 import signal
 import threading
@@ -270,8 +271,20 @@ def test_cold_ranges_are_found_and_brought_in(checkpoint):
     assert reader.counters.bytes_read == 0
 
 
+def test_windows_of_a_range_are_cold_by_their_own_pages(checkpoint, monkeypatch):
+    """The range starts within a page; one request tells the pages of all its windows."""
+    file, page = next(iter(checkpoint.headers)), mmap.PAGESIZE
+    monkeypatch.setattr(execute, "WINDOW", 4 * page)
+    source = ByteRange(file, 5 * page + 100, 12 * page)
+    pages, asked = bytes([1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1]), []
+    monkeypatch.setattr(execute, "resident_pages", lambda _, source: asked.append(source) or pages)
+    first = source.offset + 4 * page
+    assert cold_ranges([source], Reader(checkpoint)) == [ByteRange(file, first, 8 * page)]
+    assert asked == [source]
+
+
 def test_what_may_be_cold_is_brought_in(checkpoint, monkeypatch):
-    monkeypatch.setattr(execute, "resident_fraction", lambda *_: None)
+    monkeypatch.setattr(execute, "resident_pages", lambda *_: None)
     source = ByteRange(next(iter(checkpoint.headers)), 0, 8)
     assert cold_ranges([source], Reader(checkpoint)) == [source]
 
