@@ -8,6 +8,7 @@ are not in the page cache are read into it, so that they are in memory when the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
@@ -319,10 +320,17 @@ class _Filler:
             memory = _bytes(self.upload.begin_batch())
         elif buffer.is_pinned:
             memory = _bytes(pinned_memory(buffer.nbytes, _accelerators(self._loading), is_in_background=True))
+        elif buffer.kind == "staging":
+            memory = _bytes(self._checked[: buffer.nbytes])
         else:
             memory = _bytes(huge_buffer(buffer.nbytes))
         self._read(buffer, memory)
         return memory
+
+    @functools.cached_property
+    def _checked(self) -> torch.Tensor:
+        """The memory of all batches that are only checked; its pages are allocated once."""
+        return huge_buffer(self._plan.staging)
 
     def _shared(self, buffer: ReadBuffer) -> memoryview:
         key = _identity(self._plan, buffer, self._loading.reader)
