@@ -20,7 +20,7 @@ _FIELDS = itemgetter("dtype", "shape", "data_offsets")
 _STRINGS_OF_TENSOR = 5  # name, three keys, and dtype
 _DTYPES = {dtype: dtype for dtype in DTYPE_BITS}  # one text for all tensors of a dtype
 _MOST = 1 << 60
-_DOUBTFUL = re.compile(rb"[\[,:\s]-|\\")
+_NEGATIVE = re.compile(rb"[\[,:\s]-")
 
 
 def read_plain(
@@ -35,7 +35,7 @@ def read_plain(
         most_rank: Most dimensions of a tensor.
         most_letters: Most letters of a name.
     """
-    if _DOUBTFUL.search(raw):
+    if b"\\" in raw or (b"-" in raw and _NEGATIVE.search(raw)):
         return None  # a number may be `-0`, or a text have another length than its bytes
     try:
         entries = json.loads(raw.decode("utf-8"))
