@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 from hfq.checkpoint.header import Header
 from hfq.checkpoint.headers_only import check_has_weights
@@ -52,7 +53,7 @@ class Reader:
         self._root = checkpoint.root
         self._headers: dict[str, Header] = checkpoint.headers
         self._descriptors: dict[str, int] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: WeakValueDictionary[str, mmap.mmap] = WeakValueDictionary()  # tensors keep them
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -165,18 +166,22 @@ class Reader:
             self._headers[header.file] = header
 
     def map(self, file: str) -> mmap.mmap:
-        """Returns a private copy-on-write map of a file, whose unmodified pages all processes share."""
+        """Returns a private copy-on-write map of a file, whose unmodified pages all processes share.
+
+        It lasts as long as something refers to it, such as a tensor.
+        """
         found = self._maps.get(file)
         if found is not None:
             return found
         descriptor = self.descriptor(file)
         with self._lock:
-            if file not in self._maps:
+            found = self._maps.get(file)
+            if found is None:
                 size = self._check_identity(file, descriptor)
                 flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-                self._maps[file] = mmap.mmap(descriptor, size, flags=flags, prot=protection)
+                self._maps[file] = found = mmap.mmap(descriptor, size, flags=flags, prot=protection)
                 self.counters.maps += 1
-            return self._maps[file]
+            return found
 
     def descriptor(self, file: str) -> int:
         """Returns the descriptor of a file, which stays open as long as the reader exists.

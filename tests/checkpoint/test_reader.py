@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -49,6 +50,17 @@ def test_counters_count_bytes_and_calls_and_maps(checkpoint):
     file = checkpoint.tensors["tiny"].range.file
     assert source.map(file) is source.map(file)
     assert (source.counters.bytes_read, source.counters.calls, source.counters.maps) == (64 + 2 + 64, 3, 1)
+
+
+def test_a_map_lasts_as_long_as_something_refers_to_it(checkpoint):
+    source, file = Reader(checkpoint), checkpoint.tensors["tiny"].range.file
+    view = memoryview(source.map(file))
+    assert source.map(file) is view.obj
+    ended = weakref.ref(view.obj)
+    del view
+    assert ended() is None
+    assert source.map(file) is not None
+    assert source.counters.maps == 2
 
 
 def test_an_empty_range_is_read_without_a_call(checkpoint):

@@ -111,7 +111,8 @@ def test_a_map_is_a_view_that_every_call_shares(store):
 def test_what_is_written_to_a_map_stays_in_the_process(store, tmp_path):
     infos, reader = store(TENSORS)
     before = (tmp_path / "model.safetensors").read_bytes()
-    map_tensor(reader, infos["codes"]).fill_(7)
+    mapped = map_tensor(reader, infos["codes"]).fill_(7)
+    assert (mapped == 7).all()
     assert (map_tensor(reader, infos["codes"]) == 7).all()
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert same(read_tensor(reader, infos["codes"]), TENSORS["codes"])
