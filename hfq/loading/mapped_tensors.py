@@ -1,4 +1,4 @@
-"""Tensors of a loaded model that are views of its mapped checkpoint files."""
+"""Unquantized tensors that are views of the mapped checkpoint files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hfq.checkpoint import Reader
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.filesystem import is_network
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.loading.state import LoadState
+from hfq.modules.flat_buffer import map_tensor, read_tensor
 
-__all__ = ["MappedTensors", "settle_mapped"]
+__all__ = ["MappedTensors", "map_named", "settle_mapped"]
 
 
 class MappedTensors:
@@ -80,3 +82,15 @@ def settle_mapped(loading: LoadState, hidden: Collection[str], files: Iterable[s
     if files:
         loading.model.register_forward_pre_hook(tensors.check)
     return tensors
+
+
+def map_named(
+    checkpoint: Checkpoint, reader: Reader, names: Iterable[str], is_copied: bool
+) -> dict[str, torch.Tensor]:
+    """Returns these stored tensors by name, mapped from their files.
+
+    They are read into memory if `is_copied`, and from a network file system.
+    """
+    is_copied = is_copied or any(map(is_network, checkpoint.headers))
+    hold = read_tensor if is_copied else map_tensor
+    return {name: hold(reader, checkpoint.tensors[name]) for name in sorted(names)}

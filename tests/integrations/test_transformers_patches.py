@@ -7,7 +7,6 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from hfq import HfqConfig
-from hfq.integrations.transformers.patches import _choosing
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.quantized_module import QuantizedModule
 from tests.support import moe_models
@@ -31,13 +30,13 @@ def written():
 @pytest.fixture
 def seen(monkeypatch):
     """Stored tensors that transformers is handed, and the modules and the state that it finds then."""
-    convert, found = modeling_utils.convert_and_load_state_dict_in_model.__wrapped__, {}
+    convert, found = modeling_utils.convert_and_load_state_dict_in_model, {}
 
     def noting(model, state_dict, *arguments, **options):
         found.update(stored=list(state_dict), modules=list(model.modules()), state=list(model.state_dict()))
         return convert(model, state_dict, *arguments, **options)
 
-    monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", _choosing(noting))
+    monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", noting)
     return found
 
 

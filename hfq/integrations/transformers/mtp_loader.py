@@ -20,6 +20,7 @@ from hfq.errors import FormatError, SetupError
 from hfq.integrations.transformers.interpreter import without_torch_modes
 from hfq.integrations.transformers.load_lock import one_load
 from hfq.loading.config import HfqConfig
+from hfq.loading.mapped_tensors import map_named
 from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.renaming import Names
 from hfq.loading.model_loader import ModelLoader
@@ -63,15 +64,9 @@ class MtpLoader(ModelLoader):
         Raises:
             FormatError: A tensor has another shape than the model, or cannot be converted.
         """
-        from safetensors import safe_open
         from transformers.modeling_utils import LoadStateDictConfig
 
-        names = self.names_to_load()
-        found: dict[str, Any] = {}
-        files = {self.checkpoint.tensors[name].range.file for name in names}
-        opened = [safe_open(file, framework="pt", device="cpu") for file in sorted(files)]
-        for file in opened:
-            found |= {name: file.get_slice(name) for name in names.intersection(file.keys())}
+        found = map_named(self.checkpoint, self.reader, self.names_to_load(), is_copied=False)
         loading = LoadStateDictConfig(
             weight_mapping=self.conversions(), device_map={"": device}, dtype=self.model.dtype
         )

@@ -31,15 +31,14 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    stored words, and skips weights on disk.
 8. `modeling_utils.accelerate_dispatch`, of models over several accelerators. accelerate's hooks would move
    quantized and offloaded tensors.
-9. `modeling_utils.PreTrainedModel._load_pretrained_model`, of GGUF files. Upstream reads them itself, refuses
-   another quantizer than its own (`get_hf_quantizer`), and knows no split file. hfq keeps `gguf_file` from
-   upstream, and gives it the unquantized tensors.
+9. `modeling_utils.PreTrainedModel._load_pretrained_model`. Upstream opens, sorts, and renames every stored
+   tensor, also those that hfq has loaded itself. It reads GGUF files itself, refuses another quantizer than
+   its own (`get_hf_quantizer`), and knows no split file. hfq keeps `gguf_file` from upstream, and gives it
+   the unquantized tensors.
 10. `PreTrainedConfig._get_config_dict`. Upstream builds a config of any size, which may take all memory, and
    before the files of a model on the Hub are known. config.json may also name another file to use instead.
    hfq checks the JSON of each.
-11. `modeling_utils.convert_and_load_state_dict_in_model`. Upstream sorts and renames every stored tensor,
-   also those that hfq has loaded itself. hfq passes on only the others.
-12. `PreTrainedModel.from_pretrained`, with `HFQ_ENABLE=1` in the environment. Upstream gives a program that
+11. `PreTrainedModel.from_pretrained`, with `HFQ_ENABLE=1` in the environment. Upstream gives a program that
    names no quantizer that of the checkpoint. hfq passes an `HfqConfig` instead (launched_loads.py).
 """
 
@@ -72,8 +71,8 @@ from hfq.loading.config_checks import check_config, check_sizes
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.custom_code import refusing_custom_code
 from hfq.loading.gguf.metadata_config import config_of_gguf
-from hfq.loading.gguf.stored_floats import unquantized_state
 from hfq.loading.load_errors import as_hfq_error, naming_accelerators
+from hfq.loading.mapped_tensors import map_named
 from hfq.loading.model_size import is_loaded_by_hfq, memory_footprint, num_parameters
 from hfq.loading.page_cache import filling_page_cache
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
@@ -93,7 +92,6 @@ def patch_modeling_utils(module: Any) -> None:
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         module.accelerate_dispatch = _dispatching(module.accelerate_dispatch)
-        module.convert_and_load_state_dict_in_model = _choosing(module.convert_and_load_state_dict_in_model)
         supplying = _supplying(module.PreTrainedModel._load_pretrained_model)
         module.PreTrainedModel._load_pretrained_model = staticmethod(supplying)
         reading = module.PreTrainedConfig._get_config_dict.__func__
@@ -168,8 +166,9 @@ def _supplying(original: Callable) -> Callable:
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         loading = getattr(load_config.hf_quantizer, "loading", None)
-        if state_dict is None and loading is not None and loading.checkpoint.gguf is not None:
-            state_dict = unquantized_state(loading)
+        if state_dict is None and loading is not None:
+            is_copied = bool(getattr(load_config, "disable_mmap", False))
+            state_dict = map_named(loading.checkpoint, loading.reader, loading.names_to_load(), is_copied)
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     return load_pretrained_model
@@ -185,20 +184,6 @@ def _dispatching(original: Callable) -> Callable:
             return original(model, hf_quantizer, *args, **kwargs)
 
     return accelerate_dispatch
-
-
-def _choosing(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def convert_and_load_state_dict_in_model(
-        model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        loading = getattr(load_config.hf_quantizer, "loading", None)
-        if loading is not None and loading.load_seconds is None:  # it also loads adapters, later
-            names = loading.names_to_load()
-            state_dict = {name: tensor for name, tensor in state_dict.items() if name in names}
-        return original(model, state_dict, load_config, *args, **kwargs)
-
-    return convert_and_load_state_dict_in_model
 
 
 def _checking(original: Callable) -> Callable:

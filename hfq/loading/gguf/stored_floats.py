@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hfq.checkpoint import Reader
 from hfq.checkpoint.temporary_file import TemporaryFile
 from hfq.formats.gguf.stored_values import model_values
-from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
+from hfq.modules.flat_buffer import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 if TYPE_CHECKING:
     from hfq.loading.state import LoadState
 
-__all__ = ["convert_tensors", "unquantized_state"]
+__all__ = ["convert_tensors"]
 
 _ALIGNMENT = 64
 _FILE = "/dev/shm/(converted from GGUF)"
@@ -55,19 +54,6 @@ def convert_tensors(loading: LoadState) -> None:
     modules = [module.infos for module in loading.quantized.values()]
     for infos in (match.unquantized, *layers, *modules):
         infos.update({key: placed[info.name] for key, info in infos.items() if info.name in placed})
-
-
-def unquantized_state(loading: LoadState) -> dict[str, torch.Tensor]:
-    """Returns the tensors that transformers loads, by checkpoint name, mapped from their files."""
-    visible = loading.model.state_dict().keys()
-    infos = {info.name: info for name, info in loading.match.unquantized.items() if name in visible}
-    for parts in loading.match.merged.values():
-        infos |= {part: loading.checkpoint.tensors[part] for part in parts}
-    return {name: _held(loading.reader, info) for name, info in infos.items()}
-
-
-def _held(reader: Reader, info: TensorInfo) -> torch.Tensor:
-    return map_tensor(reader, info) if is_mappable({info.name: info}) else read_tensor(reader, info)
 
 
 def _lay_out(stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
