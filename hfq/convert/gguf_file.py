@@ -204,7 +204,7 @@ def _part(tensor: NewTensor, info: TensorInfo, blocks: Blocks | None, reader: Re
                 "values for which (x + 1) - 1 equals x in float32"
                 if blocks.function == "plus one"
                 else "values for which log(exp(x)) equals x in float32",
-                "a value that would be rounded",
+                "a value of NaN" if value.isnan().any() else "a value that would be rounded",
                 "Keep the checkpoint unchanged.",
             )
     return Made(info.nbytes, make)

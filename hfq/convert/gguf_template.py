@@ -63,6 +63,7 @@ def check_model(
     """
     header, known = template_header(template)
     count = integer_key(header, "block_count")
+    _check_sizes(template, header, known, _elements(named[f"{known.modules['token_embd']}.weight"]))
     expected = {} if template.gguf is None else template.gguf.tensors
     for name, tensor in tensors.items():
         found = named.get(name)
@@ -72,7 +73,6 @@ def check_model(
         other = expected.get(name)
         if other is not None and _elements(other) != _elements(found):
             raise _unusable(template, f"a template with {name} of {_elements(found)}", str(_elements(other)))
-    _check_sizes(template, header, _elements(named[f"{known.modules['token_embd']}.weight"]))
     numbers = {int(part) for name in tensors for part in re.findall(r"\.layers\.(\d+)\.", name)}
     if numbers != set(range(count)):
         raise _unusable(template, f"metadata of {len(numbers)} layers", f"{count} layers")
@@ -106,15 +106,23 @@ def metadata_entries(header: GgufHeader, most: str) -> list[bytes]:
     return entries
 
 
-def _check_sizes(template: Checkpoint, header: GgufHeader, embedding: tuple[int, ...]) -> None:
+def _check_sizes(
+    template: Checkpoint, header: GgufHeader, known: Architecture, embedding: tuple[int, ...]
+) -> None:
     tokens, width = header.keys["tokenizer.ggml.tokens"], integer_key(header, "embedding_length")
     count = tokens.count if isinstance(tokens, GgufArray) else 0
-    if (count, width) != embedding:
-        raise _unusable(
-            template,
-            f"metadata of {embedding[0]} tokens, and embeddings of {embedding[1]} channels",
-            f"{count} tokens, and {width} channels",
+    if (count, width) == embedding:
+        return
+    expected = f"metadata of {embedding[0]} tokens, and embeddings of {embedding[1]} channels"
+    if known.omits_rows and width == embedding[1] and count < embedding[0]:
+        raise FormatError(
+            "The template lacks tokens of this model. Nothing was written.",
+            file=header.file,
+            expected=expected,
+            found=f"{count} tokens",
+            fix=f"Pass a GGUF file with all {embedding[0]} tokens. Many leave out those without a text.",
         )
+    raise _unusable(template, expected, f"{count} tokens, and {width} channels")
 
 
 def _elements(info: TensorInfo) -> tuple[int, ...]:

@@ -48,6 +48,17 @@ def test_a_template_with_weights_of_another_size_is_refused(tmp_path):
         convert(source, tmp_path / "to", "gguf", found)
 
 
+def test_a_template_without_the_rows_of_no_token_is_refused_and_one_with_them_is_taken(tmp_path):
+    source = write_model(tmp_path / "source", "gemma3", make_model("gemma3", tie_word_embeddings=True))
+    convert(source, tmp_path / "packed", "pack-quantized")
+    fewer = make_model("gemma3", tie_word_embeddings=True, vocab_size=32)
+    fewer = write_model(tmp_path / "fewer", "gemma3", fewer)
+    words = ("The template lacks tokens", "metadata of 40 tokens", "found: 32 tokens", "with all 40 tokens")
+    with refused(*words, kind=FormatError):
+        convert(tmp_path / "packed", tmp_path / "to", "gguf", fewer)
+    convert(tmp_path / "packed", tmp_path / "to", "gguf", source)
+
+
 def test_gguf_takes_a_template_and_other_formats_take_none(tmp_path):
     source = write_gptq(tmp_path)
     with refused("takes a template", "Pass --template FILE.gguf", kind=SetupError):
@@ -112,16 +123,19 @@ def test_a_tensor_without_a_place_in_the_file_is_refused(tmp_path):
         convert(source, tmp_path / "to", "gguf", template(tmp_path))
 
 
-def test_a_norm_that_one_cannot_be_added_to_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "found"), [(1e-12, "would be rounded"), (torch.nan, "found: a value of NaN")]
+)
+def test_a_norm_that_one_cannot_be_added_to_is_refused(tmp_path, value, found):
     """The file of a Gemma stores its norms plus one, which rounds small numbers away."""
     model = make_model("gemma3")
     source = write_model(tmp_path / "source", "gemma3", model)
     convert(source, tmp_path / "packed", "pack-quantized")
     tensors = tiny_models.stored_tensors(tmp_path / "packed")
-    tensors["model.norm.weight"][3] = 1e-12
+    tensors["model.norm.weight"][3] = value
     config = Checkpoint.open(tmp_path / "packed").config
     small = tiny_models.write_model(tmp_path / "small", tensors, config["quantization_config"])
     (small / "config.json").write_bytes((tmp_path / "packed" / "config.json").read_bytes())
-    with refused("(x + 1) - 1 equals x", "would be rounded", kind=FormatError, tensor="output_norm.weight"):
+    with refused("(x + 1) - 1 equals x", found, kind=FormatError, tensor="output_norm.weight"):
         convert(small, tmp_path / "to", "gguf", source)
     assert not (tmp_path / "to").exists()
