@@ -75,7 +75,7 @@ an error that names it.
 
 These architectures (`general.architecture`) are read, with the names and layouts of
 `hfq/checkpoint/gguf/architectures.py`. `llama` includes Mistral and Mixtral, `deepseek2` also
-DeepSeek-V3. Another one raises an error that names it:
+DeepSeek-V3 and GLM-4.7-Flash. Another one raises an error that names it:
 [Add a GGUF architecture](../contributing/add_a_gguf_architecture.md).
 
 | architecture | without config.json |

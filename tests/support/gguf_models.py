@@ -80,6 +80,7 @@ MODELS = {
     ),
     "deepseek2": ("deepseek2", "DeepseekV2", {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek3": ("deepseek2", "DeepseekV3", {**DEEPSEEK, **GROUPS, "q_lora_rank": 32}),
+    "glm4moelite": ("deepseek2", "Glm4MoeLite", {**DEEPSEEK, **GROUPS, "q_lora_rank": 32}),
     "gpt2": ("gpt2", "GPT2", {}),
 }  # fmt: skip
 """{name: (architecture of the file, class in transformers, config)}."""

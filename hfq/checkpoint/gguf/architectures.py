@@ -89,9 +89,10 @@ _EXPERTS = {
     "blk.N.ffn_gate_inp": "model.layers.N.mlp.gate",
     "blk.N.ffn_gate_exps": "model.layers.N.mlp.experts.gate_proj",
     "blk.N.ffn_up_exps": "model.layers.N.mlp.experts.up_proj",
-    "blk.N.ffn_gate_up_exps": "model.layers.N.mlp.experts.gate_up_proj",
     "blk.N.ffn_down_exps": "model.layers.N.mlp.experts.down_proj",
 }
+_FUSED = {"blk.N.ffn_gate_up_exps": "model.layers.N.mlp.experts.gate_up_proj"}
+"""All gate channels before all up channels, so not for models whose channels alternate, as gpt-oss."""
 _SHARED_EXPERTS = {
     "blk.N.ffn_gate_shexp": "model.layers.N.mlp.shared_experts.gate_proj",
     "blk.N.ffn_up_shexp": "model.layers.N.mlp.shared_experts.up_proj",
@@ -99,7 +100,7 @@ _SHARED_EXPERTS = {
 }
 _CORRECTION = {"blk.N.exp_probs_b.bias": "model.layers.N.mlp.gate.e_score_correction_bias"}
 _LLAMA = _OUTER | _ATTENTION | _SECOND_NORM | _DENSE
-_QWEN2_MOE = _OUTER | _ATTENTION | _SECOND_NORM | _EXPERTS
+_QWEN2_MOE = _OUTER | _ATTENTION | _SECOND_NORM | _EXPERTS | _FUSED
 _GEMMA2_NORMS = {
     "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
     "blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm",
@@ -118,7 +119,7 @@ _GEMMA_LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(_GEMMA_NORMS, ("pl
 
 ARCHITECTURES = {
     "llama": Architecture(
-        _LLAMA | _EXPERTS,
+        _LLAMA | _EXPERTS | _FUSED,
         ("llama", "mistral", "mixtral"),
         layouts={"blk.N.attn_q": ("query heads",), "blk.N.attn_k": ("key heads",)},
         builds_config=True,
@@ -213,6 +214,7 @@ ARCHITECTURES = {
         | _HEAD_NORMS
         | _DENSE
         | _EXPERTS
+        | _FUSED
         | _SHARED_EXPERTS
         | {"blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm"},
         ("glm4_moe",),
@@ -221,6 +223,7 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         _LLAMA
         | _EXPERTS
+        | _FUSED
         | _SHARED_EXPERTS
         | {
             "blk.N.attn_q_a": "model.layers.N.self_attn.q_a_proj",
@@ -230,7 +233,7 @@ ARCHITECTURES = {
             "blk.N.attn_kv_a_norm": "model.layers.N.self_attn.kv_a_layernorm",
             "blk.N.attn_kv_b": "model.layers.N.self_attn.kv_b_proj",
         },
-        ("deepseek_v2", "deepseek_v3"),
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
         _CORRECTION
         | {
             "blk.N.attn_k_b.weight": "model.layers.N.self_attn.kv_b_proj.k_b",

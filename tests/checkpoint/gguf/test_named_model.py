@@ -81,6 +81,13 @@ def test_a_tensor_without_a_place_is_named(tmp_path, name):
         named(tmp_path, {"output.weight": ("F32", (2, 2)), name: ("F32", (2, 2))})
 
 
+def test_fused_experts_of_a_model_whose_channels_alternate_are_refused(tmp_path):
+    keys = {"general.architecture": "gpt-oss", "gpt-oss.block_count": 1}
+    tensors = {"blk.0.ffn_gate_up_exps.weight": ("BF16", (3, 16, 8))}
+    with refused("holds tensors that gpt-oss does not have", kind=FormatError):
+        named(tmp_path, tensors, keys)
+
+
 def test_two_tensors_for_one_place_are_refused(tmp_path):
     tensors = {"blk.0.attn_norm.weight": ("F32", (2,)), "blk.00.attn_norm.weight": ("F32", (2,))}
     with refused("holds tensors that llama does not have", "blk.00.attn_norm.weight", kind=FormatError):
