@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ _SCALED = {"linear": ("linear",), "yarn": ("yarn",), "longrope": ("longrope", "s
 _SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 """Parameters of RoPE in config.json, by key of `rope.scaling`."""
 
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""Parameters of YaRN with their defaults; the keys of `rope.scaling` have the prefix `yarn_`."""
+
+_LONGROPE = ("longrope",)
+"""Types of RoPE whose attention factor is `rope.scaling.attn_factor`, without `rope.scaling.type`."""
+
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the model whose attention is not scaled by the size of its heads, by architecture."""
 
@@ -66,12 +73,16 @@ def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str
         kwargs: Arguments of `from_pretrained`.
 
     Raises:
-        FormatError: The config of this architecture is not tested, or cannot be built.
+        FormatError: The config of this architecture is not tested, or cannot be built; or a config that was
+            passed counts tokens that the file lacks.
         SetupError: The package `gguf` is not installed.
     """
     from transformers import AutoConfig
 
-    if checkpoint is None or checkpoint.gguf is None or kwargs.get("config") is not None:
+    if checkpoint is None or checkpoint.gguf is None:
+        return None
+    if kwargs.get("config") is not None:
+        _check_tokens(kwargs["config"], checkpoint, checkpoint.gguf)
         return None
     options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     if checkpoint.config.keys() <= _STUB:
@@ -99,6 +110,19 @@ def _tokens(model: GgufModel) -> int | None:
     """Returns the number of the file's tokens if its embedding may lack other rows; else None."""
     tokens = model.keys.get("tokenizer.ggml.tokens")
     return tokens.count if model.known.omits_rows and isinstance(tokens, GgufArray) else None
+
+
+def _check_tokens(config: Any, checkpoint: Checkpoint, model: GgufModel) -> None:
+    tokens = _tokens(model)
+    passed = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if tokens is not None and passed is not None and tokens < passed:
+        raise FormatError(
+            "The config counts more tokens than the GGUF file has. Nothing was loaded.",
+            file=next(iter(checkpoint.headers)),
+            expected=f"config=... with vocab_size={tokens}",
+            found=f"vocab_size={passed}",
+            fix=f"Set vocab_size of the config to {tokens}, or leave out config=.",
+        )
 
 
 def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, Any]) -> Any:
@@ -142,8 +166,12 @@ def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, An
 
 def _complete(config: Any, model: GgufModel) -> None:
     """Sets what transformers leaves out of a config of metadata, as llama.cpp does."""
-    if model.architecture == "phi3":
-        config.sliding_window = model.keys.get("phi3.attention.sliding_window") or None  # 0 means none
+    size = model.keys.get(f"{model.architecture}.attention.key_length")
+    if isinstance(size, int) and size > 0 and hasattr(config, "head_dim"):
+        config.head_dim = size
+    if config.model_type in ("mistral", "phi3"):
+        window = model.keys.get(f"{model.architecture}.attention.sliding_window")
+        config.sliding_window = window or None  # 0 means none
     largest = _LARGEST_GEMMA.get(model.architecture)
     if largest == config.num_hidden_layers:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
@@ -171,7 +199,7 @@ def check_metadata(config: Any, checkpoint: Checkpoint, is_template: bool = Fals
         for key, name, stored, found in _compared(text, model)
         if not _is_close(stored, found)
     ]
-    problems += [*_rope_problems(text, model), *_scale_problems(text, model)]
+    problems += [*_window_problems(text, model), *_rope_problems(text, model), *_scale_problems(text, model)]
     if text.model_type not in model.known.model_types:
         found = f"model_type of the config is {text.model_type!r}"
         problems.insert(0, f"general.architecture is {model.architecture!r}, and {found}")
@@ -233,6 +261,10 @@ def unsaid_rope(config: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, str]
         yield f"{prefix}.scaling.type", f"rope_type {kinds[0]!r}"
     elif kinds and f"{prefix}.scaling.factor" not in keys:
         yield f"{prefix}.scaling.factor", f"rope_type {kinds[0]!r}"
+    for found in parameters:
+        for key, value in _beyond_defaults(config, found):
+            if f"{prefix}.scaling.{key}" not in keys:
+                yield f"{prefix}.scaling.{key}", value
 
 
 def _compared(config: Any, model: GgufModel) -> Iterator[tuple[str, str, Any, Any]]:
@@ -270,10 +302,10 @@ def _rope_problems(config: Any, model: GgufModel) -> list[str]:
     if base is not None and bases and not any(_is_close(base, found) for found in bases):
         problems.append(f"{prefix}.freq_base is {base!r}, and rope_theta of the config is {bases[0]!r}")
     kind = model.keys.get(f"{prefix}.scaling.type")
-    if kind in (None, "none"):
-        return problems
-    scaled = [found for found in parameters if found.get("rope_type") in _SCALED.get(str(kind), ())]
-    if not scaled:
+    is_told = kind not in (None, "none")
+    kinds = _SCALED.get(str(kind), ()) if is_told else _LONGROPE
+    scaled = [found for found in parameters if found.get("rope_type") in kinds]
+    if is_told and not scaled:
         types = ", ".join(sorted({str(found.get("rope_type")) for found in parameters}))
         problems.append(f"{prefix}.scaling.type is {kind!r}, and rope_type of the config is {types}")
     for key, name in _SCALING.items():
@@ -282,7 +314,54 @@ def _rope_problems(config: Any, model: GgufModel) -> list[str]:
         if stored is not None and values and not any(_is_close(stored, found) for found in values):
             told = f"{name} of the config is {values[0]!r}"
             problems.append(f"{prefix}.scaling.{key} is {stored!r}, and {told}")
+    for found in scaled:
+        for key, name, agreeing in _factors(config, found):
+            stored = model.keys.get(f"{prefix}.scaling.{key}")
+            if stored is not None and not any(_is_close(stored, value) for value in agreeing):
+                told = f"{name} of the config is {agreeing[0]!r}"
+                problems.append(f"{prefix}.scaling.{key} is {stored!r}, and {told}")
     return problems
+
+
+def _factors(config: Any, parameters: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[float, ...]]]:
+    """Yields (key of `rope.scaling`, name in the config, values of the key that agree)."""
+    kind = parameters.get("rope_type")
+    if kind == "yarn":
+        for name, default in _YARN.items():
+            yield f"yarn_{name}", name, (parameters.get(name) or default,)
+        stated, usual = parameters.get("attention_factor"), _attention_factor(config, parameters)
+        # 1 leaves the usual factor to the reader
+        yield "yarn_attn_factor", "attention_factor", (usual, 1.0) if stated is None else (stated,)
+    elif kind in _LONGROPE:
+        yield "attn_factor", "attention_factor", (_attention_factor(config, parameters),)
+
+
+def _beyond_defaults(config: Any, parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (key of `rope.scaling`, parameter of the config) that readers would take otherwise."""
+    usual = {"attention_factor": 1.0, **_YARN}
+    if parameters.get("rope_type") == "yarn":
+        without = {name: value for name, value in parameters.items() if name != "attention_factor"}
+        usual["attention_factor"] = _attention_factor(config, without)
+    for key, name, (value, *_) in _factors(config, parameters):
+        if not _is_close(usual[name], value):
+            yield key, f"{name} {value!r}"
+
+
+def _attention_factor(config: Any, parameters: Mapping[str, Any]) -> float:
+    """Returns the factor by which transformers multiplies sines and cosines."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    alone = copy.copy(config)
+    alone.rope_parameters = dict(parameters)  # of layers that differ, one kind
+    return float(ROPE_INIT_FUNCTIONS[parameters["rope_type"]](alone, torch.device("cpu"))[1])
+
+
+def _window_problems(config: Any, model: GgufModel) -> Iterator[str]:
+    """Yields a problem if the file has a sliding window, and the model, as a Llama, has none."""
+    key = f"{model.architecture}.attention.sliding_window"
+    stored = model.keys.get(key)
+    if stored and not hasattr(config, "sliding_window"):
+        yield f"{key} is {stored!r}, and {config.model_type} has no sliding_window"
 
 
 def _scale_problems(config: Any, model: GgufModel) -> Iterator[str]:

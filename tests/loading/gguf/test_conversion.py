@@ -113,6 +113,11 @@ def test_a_type_of_rope_that_no_file_can_tell_is_refused(tmp_path):
         check_template(Checkpoint.open(tmp_path / "packed"), Checkpoint.open(source))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+TOLD = {"scaling.type": "yarn", "scaling.factor": 4.0}
+FACTORS = {"long_factor": [2.0] * 16, "short_factor": [1.0] * 16}
+
+
 @pytest.mark.parametrize(
     ("rope", "told", "key"),
     [
@@ -120,6 +125,10 @@ def test_a_type_of_rope_that_no_file_can_tell_is_refused(tmp_path):
         ({"rope_type": "yarn", "factor": 4.0}, {}, "scaling.type"),
         ({"rope_type": "linear", "factor": 4.0}, {"scaling.type": "linear"}, "scaling.factor"),
         ({"rope_type": "default", "rope_theta": 5e5}, {"freq_base": None}, "freq_base"),
+        ({**YARN, "beta_fast": 24.0}, TOLD, "scaling.yarn_beta_fast"),
+        ({**YARN, "beta_slow": 2.0}, TOLD, "scaling.yarn_beta_slow"),
+        ({**YARN, "attention_factor": 1.0}, TOLD, "scaling.yarn_attn_factor"),
+        ({**YARN, "rope_type": "longrope", **FACTORS}, {}, "scaling.attn_factor"),
     ],
 )
 def test_a_template_that_says_nothing_about_rope_is_an_error(tmp_path, rope, told, key):

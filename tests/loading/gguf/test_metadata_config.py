@@ -1,12 +1,13 @@
 """config.json and the metadata: contradictions are errors before a weight is read."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from hfq import CheckpointError, FormatError, SetupError
+from hfq import CheckpointError, FormatError, HfqConfig, SetupError
 from hfq.checkpoint import Reader
 from hfq.loading.meta_model import load_meta_model
 from tests.loading.gguf.test_saved_files import split
@@ -99,6 +100,41 @@ def test_another_original_length_is_refused(tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [
+        ("yarn_beta_fast", 32.0, 24.0),
+        ("yarn_beta_slow", 2.0, 1.0),
+        ("yarn_attn_factor", 0.5, 1.0),
+        ("yarn_attn_factor", 1.25, 0.1 * math.log(4.0) + 1),
+    ],
+)
+def test_another_parameter_of_yarn_is_refused(tmp_path, key, wrong, right):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 24.0}
+    model = make_model("llama", rope_parameters=rope | {"original_max_position_embeddings": 16})
+    key = f"llama.rope.scaling.{key}"
+    load(write_model(tmp_path / "same", "llama", model, metadata={key: right}))
+    folder = write_model(tmp_path / "other", "llama", model, metadata={key: wrong})
+    with refused(f"{key} is {wrong}, and ", kind=FormatError):
+        load(folder)
+
+
+def test_another_attention_factor_of_phi3_is_an_error(tmp_path):
+    """Its converter writes no `rope.scaling.type`."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope |= {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+    model = make_model("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    key, usual = "phi3.rope.scaling.attn_factor", math.sqrt(1 + math.log(64 / 16) / math.log(16))
+    extra = {
+        f"rope_factors_{name}.weight": ("F32", (8,), np.full(8, value, np.float32).tobytes())
+        for name, value in (("long", 2), ("short", 1))
+    }
+    load(write_model(tmp_path / "same", "phi3", model, extra=extra, metadata={key: usual}))
+    folder = write_model(tmp_path / "other", "phi3", model, extra=extra, metadata={key: 1.0})
+    with refused(f"{key} is 1.0, and attention_factor of the config is 1.2247", kind=FormatError):
+        load(folder)
+
+
 def test_metadata_that_repeat_the_config_are_no_error(tmp_path):
     keys = {
         "gemma2.attn_logit_softcapping": 50.0,
@@ -154,11 +190,7 @@ def test_an_untested_architecture_without_a_config_is_named(tmp_path, name, stub
 def test_the_metadata_make_a_config_of_tested_architectures(tmp_path, name):
     if name != "qwen35":
         pytest.importorskip("gguf")
-    options = {
-        "qwen3": {"head_dim": 128},  # the default of its class, which upstream does not replace
-        "qwen2": {"head_dim": 16},
-    }
-    model = make_model(name, **options.get(name, {}))
+    model = make_model(name, **({"head_dim": 16} if name == "qwen2" else {}))
     folder = write_model(tmp_path, name, model)
     (folder / "config.json").unlink()
     expected = logits(model, TOKENS)
@@ -262,6 +294,20 @@ def test_rows_without_a_token_may_be_missing_in_gemma3(tmp_path, is_multimodal):
     assert load_meta_model(folder).model.config.vocab_size == model.config.vocab_size
 
 
+def test_a_passed_config_with_more_tokens_is_an_error_whose_fix_works(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = make_model("gemma3", tie_word_embeddings=True)
+    folder = write_model(tmp_path, "gemma3", model)
+    config = type(model.config)(**(model.config.to_dict() | {"vocab_size": 104}))
+    words = ("The config counts more tokens", "vocab_size=104", "Fix: Set vocab_size of the config to 40")
+    options = {"config": config, "quantization_config": HfqConfig(), "dtype": torch.float32}
+    with refused(*words, kind=FormatError):
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+    config.vocab_size = 40
+    assert AutoModelForCausalLM.from_pretrained(folder, **options).config.vocab_size == 40
+
+
 def test_more_rows_than_tokens_are_refused(tmp_path):
     model = make_model("gemma3", tie_word_embeddings=True)
     folder = write_model(tmp_path, "gemma3", model)
@@ -278,6 +324,24 @@ def test_fewer_rows_than_tokens_are_refused(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": count}))
     with refused("model.embed_tokens.weight", kind=FormatError):
+        load(folder)
+
+
+def test_a_sliding_window_of_mistral_is_applied_without_a_config(tmp_path):
+    pytest.importorskip("gguf")
+    model = make_model("mistral", sliding_window=4)
+    keys = {"general.name": "mistral", "llama.attention.sliding_window": 4}
+    folder = write_model(tmp_path, "mistral", model, metadata=keys)
+    (folder / "config.json").unlink()
+    found, expected = load(folder), logits(model, TOKENS)
+    assert found.config.sliding_window == 4 < TOKENS.shape[-1]
+    assert (logits(found, TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_sliding_window_that_a_llama_cannot_have_is_refused(tmp_path):
+    key = "llama.attention.sliding_window"
+    folder = write_model(tmp_path, "llama", make_model("llama"), metadata={key: 4})
+    with refused(f"{key} is 4, and llama has no sliding_window", kind=FormatError):
         load(folder)
 
 
