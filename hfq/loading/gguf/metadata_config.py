@@ -165,7 +165,11 @@ def _config_of_metadata(path: Any, checkpoint: Checkpoint, options: dict[str, An
 
 
 def _complete(config: Any, model: GgufModel) -> None:
-    """Sets what transformers leaves out of a config of metadata, as llama.cpp does."""
+    """Sets what transformers leaves out of a config of metadata, as llama.cpp does.
+
+    Of a split file, transformers reads the first part alone, where the head is not.
+    """
+    config.tie_word_embeddings = f"{model.known.modules['output']}.weight" not in model.tensors
     size = model.keys.get(f"{model.architecture}.attention.key_length")
     if isinstance(size, int) and size > 0 and hasattr(config, "head_dim"):
         config.head_dim = size

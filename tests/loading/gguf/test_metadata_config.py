@@ -226,6 +226,16 @@ def test_a_missing_part_is_named(tmp_path):
         load(folder)
 
 
+def test_the_head_in_another_part_is_found_without_a_config(tmp_path):
+    pytest.importorskip("gguf")
+    model = make_model("llama")
+    folder = write_model(tmp_path, "llama", model)
+    split(folder)
+    (folder / "config.json").unlink()
+    expected = logits(model, TOKENS)
+    assert (logits(load(folder), TOKENS) - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("file", ["../x.gguf", "/x.gguf", "a\\b.gguf"])
 def test_a_file_outside_of_the_folder_is_refused(tmp_path, file):
     from transformers import AutoModelForCausalLM
