@@ -96,6 +96,7 @@ def name_tensors(headers: Sequence[GgufHeader]) -> GgufModel:
             f"The GGUF file holds tensors that {architecture} does not have. Nothing was loaded.",
             file=first.file,
             problems=sorted(unknown),
+            found=f"{len(unknown)} tensors without a place, such as {min(unknown)}",
             fix="Update hfq, or load the original checkpoint of this model.",
         )
     return model

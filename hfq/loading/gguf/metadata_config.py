@@ -411,5 +411,6 @@ def _contradiction(checkpoint: Checkpoint, problems: list[str], is_template: boo
         file=next(iter(checkpoint.headers)),
         problems=problems,
         expected=expected,
+        found=f"other values of {', '.join(problem.partition(' ')[0] for problem in problems)}",
         fix=fix,
     )

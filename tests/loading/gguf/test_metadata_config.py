@@ -66,7 +66,8 @@ def factors(config):
 )
 def test_metadata_that_contradict_the_config_are_refused(tmp_path, key, value, words):
     folder = write_model(tmp_path, "llama", make_model("llama"), metadata={f"llama.{key}": value})
-    with refused("The config contradicts the GGUF file", f"llama.{key} is", words, kind=FormatError):
+    told = f"found: other values of llama.{key}"
+    with refused("The config contradicts the GGUF file", told, f"llama.{key} is", words, kind=FormatError):
         load(folder)
 
 
