@@ -31,7 +31,7 @@ class SpeedReport:
     Attributes:
         load_predicted_seconds: Seconds of a load that reads the same bytes as this load.
         load_achieved_seconds: Seconds from the meta model to the placed model.
-        step_predicted_seconds: Seconds of one token with a short context; None if a rate is unknown.
+        step_predicted_seconds: Seconds of one token with a short context; None if unknown.
         step_achieved_seconds: Median of three measurements in seconds; None if not measured.
         dominant: Term that takes most of the predicted step.
         source: Origin of the rates: `measured` by `hfq profile-machine`, or limits from hardware standards.
@@ -85,7 +85,7 @@ def report_speed(
     return SpeedReport(
         prediction.load_seconds,
         loading.load_seconds,
-        prediction.step_seconds or None,
+        prediction.known_seconds,
         _time_step(loading) if measure else None,
         TERMS[prediction.dominant],
         prediction.source + where,

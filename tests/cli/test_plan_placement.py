@@ -37,12 +37,15 @@ def test_a_table_names_homes_moves_and_what_decides():
         "│ cpu",
         "│ disk",
         "from disk",
-        "tokens/s",
-        "decided by",
+        "the speed of a step is unknown",
+        "less than calling 4 layers, which `hfq profile-machine` measures",
         "# load.py",
         "max_memory=",
     ):
         assert said in text
+    text = run("--cpu", "24GB", "--batch-size", "256").stdout  # a KV cache that takes longer than the calls
+    assert "tokens/s" in text
+    assert "decided by reads of the KV cache" in text
 
 
 def test_one_accelerator_takes_blocks_from_the_host():
@@ -193,10 +196,11 @@ def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
 
 
 def test_the_catalog_and_the_ladder():
-    ranked = report("--catalog", "shipped")["catalog"]
+    ranked = report("--catalog", "shipped", "--batch-size", 256)["catalog"]
     costs = [entry["cost_of_a_million_tokens"] for entry in ranked]
     assert costs == sorted(costs)
     assert "workstation with an RTX 4090" in run("--catalog", "shipped").stdout
+    assert all("no speed" in entry["refused"] for entry in report("--catalog", "shipped")["catalog"])
     ladder = report("--suggest-format", "1GB")["ladder"]
     assert ladder["best"] == "bf16"
     assert "4.16 bits" in ladder["note"] or "bits per weight" in ladder["note"]

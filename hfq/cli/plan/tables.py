@@ -113,7 +113,8 @@ def _prediction(console: Console, prediction: dict) -> None:
     step, load = prediction["step_seconds"], f"load {prediction['load_seconds']:.3g} s from a cold disk"
     if not step:
         console.print(
-            f"predicted: {load}; the speed of a step is unknown ({prediction['source']})", soft_wrap=True
+            f"predicted: {load}; the speed of a step is unknown\nrates: {prediction['source']}",
+            soft_wrap=True,
         )
         return
     console.print(

@@ -113,8 +113,9 @@ def _catalog(path: Path, stored: Any) -> Catalog:
 def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> list[dict]:
     """Returns the model's cost on each machine, the cheapest tokens first.
 
-    Machines on which the model does not fit come last, with the reason. For a machine with several
-    accelerators, the plan uses one of them and the host's memory, since hfq offloads with one accelerator.
+    Machines on which the model does not fit, or has no known speed, come last, with the reason. For a machine
+    with several accelerators, the plan uses one of them and the host's memory, since hfq offloads with one
+    accelerator.
     """
     ranked, refused = [], []
     for machine in catalog.machines:
@@ -124,7 +125,10 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
         except PlacementError as error:
             refused.append(entry | {"refused": error.found or error.message})
             continue
-        rate = found.prediction.tokens_per_second or float("inf")
+        rate = found.prediction.tokens_per_second
+        if rate is None:
+            refused.append(entry | {"refused": "no speed: its bytes take less than calling its layers"})
+            continue
         ranked.append(
             entry
             | {

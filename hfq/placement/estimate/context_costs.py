@@ -69,4 +69,5 @@ def context_costs(estimate: Estimate, sizes: ModelSizes, profile: Profile) -> Co
 def _prefill_seconds(work: Work, context: int, profile: Profile) -> float | None:
     rows = min(context, _CHUNK)
     chunk = predict(replace(work, rows=rows, cache=work.cache // 2, kv_moved=work.kv_moved // 2), profile)
-    return chunk.step_seconds * math.ceil(context / rows) if chunk.terms["weights"] else None
+    seconds = chunk.known_seconds if chunk.terms["weights"] else None
+    return seconds * math.ceil(context / rows) if seconds else None

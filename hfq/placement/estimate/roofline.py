@@ -73,6 +73,8 @@ class Prediction:
         load_seconds: Seconds of a load of files that are not in the page cache.
         dominant: Term that decides the step.
         source: Source of the rates.
+        is_complete: False if the time of the host is unknown and decides: the bytes of the step take less
+            than the layers of any model do.
     """
 
     terms: Mapping[str, float]
@@ -81,15 +83,22 @@ class Prediction:
     load_seconds: float
     dominant: str
     source: str
+    is_complete: bool = True
+
+    @property
+    def known_seconds(self) -> float | None:
+        """Seconds of a step; None if no rate is known, or if the prediction is not complete."""
+        return self.step_seconds if self.step_seconds and self.is_complete else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second over all sequences of the batch; None if no rate is known."""
-        return self.rows / self.step_seconds if self.step_seconds else None
+        """Tokens per second over all sequences of the batch; None if unknown."""
+        return self.rows / self.known_seconds if self.known_seconds else None
 
     def to_dict(self) -> dict:
-        """Returns the prediction as JSON-ready data."""
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        """Returns the prediction as JSON-ready data, with None for times that are unknown."""
+        known = {"step_seconds": self.known_seconds, "tokens_per_second": self.tokens_per_second}
+        return asdict(self) | known
 
 
 TERMS = {
@@ -102,6 +111,12 @@ TERMS = {
     "kv_reads": "reads of the offloaded KV cache",
 }
 """Label of each term of a prediction."""
+
+_LEAST_LAYER_SECONDS = {"cpu": 1e-4, "accelerator": 1e-5}
+"""Time that a decoder layer takes at least, by the device that computes.
+
+On a CPU, Python calls dozens of operations; an accelerator that replays a graph starts several kernels.
+"""
 
 _COMPUTING, _MOVING = ("weights", "cache", "layers"), ("disk", "link")
 
@@ -146,12 +161,17 @@ def predict(work: Work, profile: Profile) -> Prediction:
     dominant = max(moving, key=moving.__getitem__) if is_moving else max(computing, key=computing.__getitem__)
     fixed, per_layer = profile.load_seconds
     load = work.stored_nbytes / profile.disk + fixed + per_layer * work.layers
-    source = (
-        profile.source
-        if memory
-        else f"{profile.source}; the rate of the accelerator's memory is unknown and not counted"
-    )
-    return Prediction(terms, step, work.rows, load, dominant, source)
+    source = profile.source
+    if not memory:
+        source += "; the rate of the accelerator's memory is unknown and not counted"
+    least = _LEAST_LAYER_SECONDS["cpu" if work.is_on_cpu else "accelerator"]
+    is_complete = bool(terms["layers"]) or step >= work.layers * least
+    if not is_complete:
+        source += (
+            f"; the bytes of a step take {step * 1e3:.3g} ms, less than calling {work.layers} layers, which "
+            "`hfq profile-machine` measures"
+        )
+    return Prediction(terms, step, work.rows, load, dominant, source, is_complete)
 
 
 def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> float:

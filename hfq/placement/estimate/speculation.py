@@ -30,7 +30,7 @@ class SpeculationCosts:
         tokens_per_pass: Tokens that a pass yields on average, its own included.
         passes_per_token: Its inverse.
         per_token_nbytes: Bytes that are onloaded for a token.
-        seconds_per_token: Predicted seconds; 0 if no rate is known.
+        seconds_per_token: Predicted seconds; 0 if unknown.
     """
 
     num_assistant_tokens: int
@@ -62,7 +62,7 @@ def speculation_costs(
         SetupError: A rate is no probability.
     """
     work = work_of_rows(estimate, sizes, drafted + 1)
-    seconds, moved = predict(work, profile).step_seconds, work.streamed + work.copied
+    seconds, moved = predict(work, profile).known_seconds or 0.0, work.streamed + work.copied
     found = []
     for rate in rates:
         if not 0 <= rate <= 1:

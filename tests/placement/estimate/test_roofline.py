@@ -30,6 +30,24 @@ def test_terms_by_hand():
     assert found.load_seconds == pytest.approx(2.0 + 1.0 + 10 * 0.1)
 
 
+def test_bytes_that_take_less_than_the_calls_of_layers_are_no_speed():
+    unknown = replace(PROFILE, layer_seconds=0.0, products={})
+    tiny = replace(WORK, weights={"int4": (1_000_000, 1_000_000)}, streamed=0, cache=0)
+    found = predict(tiny, unknown)  # 0.1 ms; 10 layers take 1 ms at least
+    assert (found.step_seconds, found.known_seconds, found.tokens_per_second) == (
+        pytest.approx(1e-4),
+        None,
+        None,
+    )
+    assert found.to_dict()["step_seconds"] is None
+    assert found.source.endswith("0.1 ms, less than calling 10 layers, which `hfq profile-machine` measures")
+    assert predict(tiny, replace(unknown, layer_seconds=1e-6)).known_seconds == pytest.approx(1.1e-4)
+    assert predict(replace(tiny, cache=9_000_000), unknown).tokens_per_second == pytest.approx(1000)
+    device = replace(unknown, device_memory=1e10)
+    assert predict(replace(tiny, is_on_cpu=False), device).tokens_per_second == pytest.approx(1e4)
+    assert predict(replace(tiny, is_on_cpu=False, layers=11), device).tokens_per_second is None
+
+
 def test_the_disk_decides_where_it_takes_longer():
     slow = replace(PROFILE, disk=0.5e9)
     found = predict(WORK, slow)
