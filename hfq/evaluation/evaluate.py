@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Quality", "evaluate"]
 
+logger = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 512
+_SHAPE = ("model_type", "num_hidden_layers", "hidden_size")
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,14 +119,16 @@ def evaluate(
         The result of the reference, if there is one, and then one result per path.
 
     Raises:
-        SetupError: The text, the tokenizers, or the lengths do not fit. This is checked before anything is
-            loaded.
+        SetupError: The text, the tokenizers, the vocabularies, or the lengths do not fit. This is checked
+            before anything is loaded.
         CheckpointError: A checkpoint is damaged, or its logits are not finite.
     """
     everything = [*paths, *([reference] if reference is not None else [])]
     configs = {os.fspath(path): text_config(path, trust_remote_code) for path in everything}
     length = _length(configs, max_seq_length)
     tokens = _tokens(read_text(text), configs, trust_remote_code)
+    if reference is not None:
+        _check_reference(os.fspath(reference), configs)
     batches = cut(tokens, length, stride, batch_size)
     steps = _Steps(len(paths) * len(batches) * (1 if reference is None else 2), on_progress)
     known = None
@@ -204,6 +209,33 @@ def _timed(
     started = time.perf_counter()
     model = load_model(path, device_map, dtype, trust_remote_code=trust_remote_code)
     return model, time.perf_counter() - started
+
+
+def _check_reference(reference: str, configs: dict) -> None:
+    """Raises SetupError for another vocabulary than the reference's, and warns of another model."""
+    known = configs[reference]
+    for path, config in configs.items():
+        if config.vocab_size != known.vocab_size:
+            raise SetupError(
+                "The reference has another vocabulary, so its logits cannot be compared. Nothing was loaded.",
+                file=path,
+                expected=f"the {known.vocab_size} tokens of {reference}",
+                found=f"{config.vocab_size} tokens",
+                fix="Pass the unquantized original of this model as the reference.",
+            )
+    for path, config in configs.items():
+        differences = [
+            f"{name} {getattr(config, name, None)} instead of {getattr(known, name, None)}"
+            for name in _SHAPE
+            if getattr(config, name, None) != getattr(known, name, None)
+        ]
+        if differences:
+            logger.warning(
+                "%s is not a version of the reference %s: %s. The divergence is that of two models.",
+                path,
+                reference,
+                ", ".join(differences),
+            )
 
 
 def _length(configs: dict, wanted: int | None) -> int:

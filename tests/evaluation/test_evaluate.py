@@ -140,7 +140,7 @@ class Never:
 @pytest.fixture
 def unloaded(monkeypatch):
     """Makes loading fail, because bad input must raise an error before a model is loaded."""
-    monkeypatch.setattr("hfq.evaluation.evaluate.load_model", lambda *_: Never().loaded)
+    monkeypatch.setattr("hfq.evaluation.evaluate.load_model", lambda *_, **__: Never().loaded)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,33 @@ def test_a_reference_of_another_tokenizer_is_refused(tmp_path, text, unloaded):
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(SetupError, match="different tokenizers"):
         evaluate([GPTQ], text, reference=path)
+
+
+def changed(source, target, **fields):
+    """Returns a copy whose config.json has other values of these fields."""
+    path = copy(source, target)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+    return path
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path, text, unloaded):
+    path = changed(LLAMA, tmp_path / "padded", vocab_size=4096)
+    with pytest.raises(SetupError, match="reference has another vocabulary") as error:
+        evaluate([GPTQ], text, reference=path)
+    assert f"expected: the 4096 tokens of {path}" in str(error.value)
+    assert "Fix: Pass the unquantized original" in str(error.value)
+
+
+def test_a_reference_that_is_another_model_is_named(tmp_path, text, unloaded, caplog):
+    path = changed(LLAMA, tmp_path / "deeper", num_hidden_layers=9)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        evaluate([GPTQ, path], text, reference=path)
+    (said,) = caplog.messages
+    assert said == (
+        f"{GPTQ} is not a version of the reference {path}: num_hidden_layers 4 instead of 9. "
+        "The divergence is that of two models."
+    )
 
 
 def test_a_model_whose_logits_are_not_finite_is_refused(tmp_path, text):
