@@ -16,6 +16,10 @@ from hfq.errors import PlacementError, SetupError
 
 __all__ = ["OffloadedParameter", "check_stays", "no_copy"]
 
+_REDUCTIONS = (
+    *("all", "allclose", "amax", "amin", "any", "count_nonzero", "equal", "logsumexp", "mean", "median"),
+    *("norm", "prod", "std", "sum", "var"),
+)
 _COMPUTES = {
     F.linear,
     F.embedding,
@@ -47,6 +51,13 @@ _COMPUTES = {
     torch.Tensor.permute,
     torch.Tensor.T.__get__,  # type: ignore[attr-defined]
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.__bool__,
+    torch.Tensor.__float__,
+    torch.Tensor.__int__,
+    torch.linalg.norm,
+    torch.linalg.vector_norm,
+    torch.linalg.matrix_norm,
+    *(getattr(owner, name) for owner in (torch, torch.Tensor) for name in _REDUCTIONS),
 }
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _WITHOUT_VALUES = {
@@ -126,6 +137,7 @@ class OffloadedValues(torch.Tensor):
 
     name: str = "A parameter"
     placed_by: str = ""
+    onload_device: torch.device | None = None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise no_copy(self.name)
@@ -142,8 +154,11 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function that cannot return made-up values; guards its results on meta.
 
     Raises:
-        PlacementError: The function computes with the weight.
+        PlacementError: The function computes with the weight, or changes it after the load.
     """
+    changed = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes keywords
+    if isinstance(changed, (OffloadedParameter, OffloadedValues)) and _changes(func, changed):
+        raise _not_here(func, changed, "changed")
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     away = next(leaf for leaf in tensors if isinstance(leaf, (OffloadedParameter, OffloadedValues)))
     if func in _READS_STORAGE:
@@ -173,19 +188,28 @@ def _guard(leaf: Any, away: OffloadedParameter | OffloadedValues) -> Any:
     if type(leaf) is not torch.Tensor or not leaf.is_meta:
         return leaf
     values = leaf.as_subclass(OffloadedValues)
-    values.name, values.placed_by = away.name, away.placed_by
+    values.name, values.placed_by, values.onload_device = away.name, away.placed_by, away.onload_device
     return values
 
 
-def _not_here(func: Any, away: OffloadedParameter | OffloadedValues) -> PlacementError:
+def _changes(func: Any, away: OffloadedParameter | OffloadedValues) -> bool:
+    """Returns True for a function that changes values in place, once the load is over."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place and away.onload_device is not None and name not in ("requires_grad_", "detach_")
+
+
+def _not_here(
+    func: Any, away: OffloadedParameter | OffloadedValues, done: str = "read directly"
+) -> PlacementError:
     name, module = away.name, away.name.rpartition(".")[0]
-    key = away.placed_by.rpartition(".")[0] or module
+    place = f'add {{"{away.placed_by.rpartition(".")[0] or module}": "cpu"}} to device_map.'
     return PlacementError(
-        f"{name or 'A parameter'} is offloaded and cannot be read directly by {_name_of(func)}.",
+        f"{name or 'A parameter'} is offloaded and cannot be {done} by {_name_of(func)}.",
         tensor=name if module else None,
         expected="a call of the module that owns the weight",
-        found="its weight, read by other code",
-        fix=f'Call model.{module}(x), or add {{"{key}": "cpu"}} to device_map.'
+        found=f"its weight, {done.split()[0]} by other code",
+        fix=(f"A{place[1:]}" if done == "changed" else f"Call model.{module}(x), or {place}")
         if module
         else "Call the module that owns the weight, or place it in memory by device_map.",
     )

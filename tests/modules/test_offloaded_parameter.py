@@ -50,6 +50,12 @@ COMPUTATIONS = {
     "its adjoint": lambda: X @ away(8, 8).H,
     "its data": lambda: F.linear(X, away(8, 8).data),
     "it, detached": lambda: F.linear(X, away(8, 8).detach()),
+    "its sum": lambda: away(8).sum(),
+    "its norm": lambda: torch.linalg.norm(away(8)),
+    "its mean, of a function of it": lambda: torch.mean(away(8).abs()),
+    "equality": lambda: torch.equal(away(8), away(8)),
+    "a truth value": lambda: bool(away(1)),
+    "a number": lambda: float(away(1)),
     "a view, moved": lambda: away(8, 8).view(64).to("cpu"),
 }
 
@@ -71,6 +77,30 @@ def test_the_function_or_attribute_that_reads_it_is_named(read, name):
     words = f"{NAME} is offloaded and cannot be read directly by {name}."
     with pytest.raises(PlacementError, match=re.escape(words)):
         read(away(8, 8))
+
+
+CHANGES = {
+    "fill_": lambda: away(8).fill_(1),
+    "copy_": lambda: away(8).copy_(torch.ones(8)),
+    "zero_": lambda: away(8).data.zero_(),
+    "mul_": lambda: away(8).mul_(2),
+    "__setitem__": lambda: away(8).__setitem__(0, 1),
+    "normal_": lambda: torch.nn.init.normal_(away(8)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_in_place_is_refused_after_the_load(name):
+    words = rf"is offloaded and cannot be changed by {name}\.(?s:.)*Fix: Add {{\"model.layers.0.mlp.up_proj\": \"cpu\"}}"
+    with pytest.raises(PlacementError, match=words), torch.no_grad():
+        CHANGES[name]()
+
+
+def test_initialization_before_the_end_of_the_load_is_answered():
+    weight = away(8)
+    weight.onload_device = None
+    assert torch.nn.init.ones_(weight) is weight
+    assert weight.requires_grad_(False) is weight
 
 
 def test_what_asks_for_no_values_is_answered():
