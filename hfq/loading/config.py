@@ -31,6 +31,10 @@ _CHOICES = {
     "nvme_source": NvmeSource,
 }
 _SOURCE = "_source"
+_LOAD_ARGUMENTS = (
+    *("attn_implementation", "device_map", "dtype", "gguf_file", "max_memory", "offload_folder"),
+    *("revision", "torch_dtype", "trust_remote_code"),
+)
 
 
 class HfqConfig(QuantizationConfigMixin):
@@ -193,6 +197,13 @@ OPTIONS = (
 
 def _check_known(others: Mapping[str, Any]) -> None:
     for name in others:
+        if name in _LOAD_ARGUMENTS:
+            raise SetupError(
+                f"{name} is not an option of HfqConfig, but an argument of from_pretrained.",
+                expected=", ".join(OPTIONS),
+                found=name,
+                fix=f"Call from_pretrained(model, {name}=…, quantization_config=HfqConfig()).",
+            )
         raise SetupError(
             f"HfqConfig has no option {name!r}.{nearest(name, OPTIONS)}",
             expected=", ".join(OPTIONS),

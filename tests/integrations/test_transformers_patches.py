@@ -6,10 +6,10 @@ import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from hfq import HfqConfig
+from hfq import HfqConfig, SetupError
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.quantized_module import QuantizedModule
-from tests.support import moe_models
+from tests.support import moe_models, tiny_models
 from tests.support.models import load, logits
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -54,6 +54,14 @@ def test_transformers_is_handed_no_quantized_tensor(written, tmp_path, seen, opt
     assert not any(module.training for module in model.modules())
     expected = moe_models.plain_model("mixtral", written.plain)
     assert (logits(model, moe_models.IDS) - logits(expected, moe_models.IDS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("owner", [AutoModelForCausalLM, transformers.LlamaForCausalLM])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-gptq"])
+def test_the_class_in_place_of_a_config_is_an_error(owner, name):
+    with pytest.raises(SetupError, match="the class HfqConfig") as error:
+        owner.from_pretrained(tiny_models.DATA / name, quantization_config=HfqConfig)
+    assert str(error.value).endswith("Fix: Pass quantization_config=HfqConfig().")
 
 
 @pytest.mark.skipif(

@@ -30,6 +30,10 @@ TOKENS = torch.tensor([[1, 40, 77, 300]])
         ({"quantize_activations": "nope"}, "quantize_activations='nope'"),
         ({"cpu_memory": "file"}, "cpu_memory='file'"),
         ({"modules_to_not_convert": "lm_head"}, "a list of module names"),
+        (
+            {"max_memory": {}},
+            r"Fix: Call from_pretrained\(model, max_memory=…, quantization_config=HfqConfig\(\)",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(options, named):

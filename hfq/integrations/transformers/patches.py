@@ -259,6 +259,13 @@ def _check_is_no_part(model: Any, folder: str | os.PathLike) -> None:
 
 
 def _as_hfq(config: Any) -> HfqConfig | None:
+    if isinstance(config, type) and issubclass(config, HfqConfig):
+        raise SetupError(
+            "quantization_config is the class HfqConfig, not an object of it. Nothing was loaded.",
+            expected="HfqConfig()",
+            found="HfqConfig",
+            fix="Pass quantization_config=HfqConfig().",
+        )
     if isinstance(config, dict) and config.get("quant_method") == METHOD:
         return HfqConfig.from_dict(config)
     return config if isinstance(config, HfqConfig) else None
