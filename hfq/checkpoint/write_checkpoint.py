@@ -169,14 +169,15 @@ def check_target(source: Checkpoint, target: str | os.PathLike, marker: str | No
 
 def taken(target: Path) -> CheckpointError:
     """Returns the error for a target that is neither absent nor empty."""
-    is_folder = target.is_dir()
-    found = "a mount point" if os.path.ismount(target) else "a folder with content" if is_folder else "a file"
+    is_mount = os.path.ismount(target)
+    found = "a mount point" if is_mount else "a folder with content" if target.is_dir() else "a file"
+    named = target if target.name not in ("", "..") else target.resolve()
     return CheckpointError(
         "The folder of the new checkpoint cannot be used. Nothing was written.",
         file=target,
         expected="nothing, or an empty folder",
         found=found,
-        fix=f"Choose a new folder, for example {target / 'new' if is_folder else f'{target}-new'}.",
+        fix=f"Choose a new folder, for example {target / 'new' if is_mount else f'{named}-new'}.",
     )
 
 
