@@ -61,6 +61,7 @@ setup(
         "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
         "gguf": ["gguf>=0.17"],  # transformers reads configs and tokenizers of GGUF files with it
+        "serve": ["transformers[serving]"],
         "quantize": ["optimum>=2.0"],
         # the clang of older versions does not take 512-bit vectors under -mcpu=baseline
         "compiler": ["ziglang>=0.17.1"],

@@ -64,6 +64,26 @@ def test_a_script_in_a_child_process_loads_with_the_options(tmp_path):
     assert lines == [f"hfq: loaded {GPTQ}: gptq v1 int4 g128 sym; 857 kB on disk."]
 
 
+def test_a_launch_inside_another_adds_its_options_and_leaves_the_lines_to_the_outer_one(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "print(model.hf_quantizer.quantization_config.disk_io, model.hf_quantizer.loading.plan)\n"
+    )
+    inner = (*LAUNCH, "--device-map", "disk", sys.executable, str(script), GPTQ)
+    done = run("--device-map", "cpu", "--disk-io", "direct", *inner)
+    assert done.stdout.startswith("direct disk "), done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hfq: ")]
+    assert lines == [f"hfq: loaded {GPTQ}: gptq v1 int4 g128 sym; 857 kB on disk."]
+
+
+def test_the_outermost_launch_says_once_that_nothing_was_loaded():
+    done = run(*LAUNCH, sys.executable, "-c", "raise SystemExit(7)")
+    assert (done.returncode, done.stderr.count(NOTHING)) == (7, 1)
+
+
 @pytest.mark.parametrize(
     ("program", "status", "reason"),
     [

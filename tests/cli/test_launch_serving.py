@@ -95,6 +95,35 @@ def test_the_fix_for_options_after_the_model_keeps_all_others(capfd, monkeypatch
     )
 
 
+@pytest.mark.parametrize("late", ["--max_memory=cpu=8GiB", "max_memory=cpu=8GiB", "--max-memory=cpu=8GiB"])
+def test_options_with_underscores_after_the_model_are_options_of_hfq(capfd, late):
+    assert run("chat", "folder", late, "max_new_tokens=9") == 1
+    assert capfd.readouterr().err.endswith(
+        "Fix: Run hfq chat --max-memory=cpu=8GiB folder max_new_tokens=9\n"
+    )
+
+
+def test_lines_of_uvicorn_are_left_out_and_errors_are_not(capfd, tmp_path):
+    lines = b"Loading: 10%\rLoading: 99%\nINFO:     Started\nERROR:    [Errno 98] in use\nhfq: loaded\n"
+    (tmp_path / "said").write_bytes(lines)
+    with open(tmp_path / "said", "r+b") as said:
+        shown = serving._show(said, 0)
+        assert shown == len(lines)
+        for part, is_shown in (
+            (b"INFO", False),
+            (b":     127.0.0.1", False),
+            (b" 200\n", True),
+            (b"Load", True),
+        ):
+            said.seek(0, 2)
+            said.write(part)
+            said.flush()
+            shown = serving._show(said, shown)
+            assert (shown == said.tell()) is is_shown
+    error = capfd.readouterr().err
+    assert error == "Loading: 10%\rLoading: 99%\nERROR:    [Errno 98] in use\nhfq: loaded\nLoad"
+
+
 def test_a_server_that_ends_during_the_chat_is_reported(capfd):
     assert run("chat", "folder", "stop") == 5
     error = capfd.readouterr().err
@@ -125,7 +154,7 @@ def test_missing_packages_are_an_error(capsys, monkeypatch, verb):
     assert run(verb, "folder") == 1
     error = capsys.readouterr().err
     assert "found: no_such_package not installed" in error
-    assert "Fix: Run pip install 'transformers[serving]'." in error
+    assert "Fix: Run pip install 'hfq[serve]'." in error
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from hfq.checkpoint.header import HeaderLimits
 from hfq.checkpoint.headers_only import MARKER, HeadersOnlyCheckpoint
 from hfq.cli.main import app
 from hfq.errors import CheckpointError
-from hfq.integrations.hub.download import small_file
+from hfq.integrations.hub.download import has_legacy_model, small_file
 from hfq.integrations.hub.find import find_checkpoint, headers_cache, is_hub_id
 from hfq.tensor_spec import ByteRange
 from tests.support import tiny_models
@@ -147,6 +147,19 @@ def test_one_small_file_is_downloaded_alone(hub, monkeypatch):
     assert small_file(f"{GPTQ}/model.gguf", "tokenizer_config.json") is None
     with pytest.raises(CheckpointError, match="neither a folder nor an accessible model"):
         small_file("nobody/no-model", "tokenizer_config.json")
+
+
+def test_a_model_without_an_organization_is_looked_up_on_the_hub(hub, tmp_path, monkeypatch):
+    hub.models["gpt2"] = TINY[GPTQ]
+    download = functools.partial(huggingface_hub.hf_hub_download, revision=hub.commit("gpt2"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert has_legacy_model("gpt2")
+    assert small_file("gpt2", "tokenizer_config.json").parent.parent.parent.name == "models--gpt2"
+    assert small_file("gpt2", "chat_template.jinja") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("gpt3", "folder", "gpt2.gguf", "no name", GPTQ):
+        assert not has_legacy_model(name)
 
 
 def test_an_unreachable_hub_is_not_a_missing_file(hub, monkeypatch):

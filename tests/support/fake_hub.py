@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._info(found[1], found[2] or "main")
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
             return self._tree(found[1])
-        if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        if found := re.fullmatch(r"/((?:[^/]+/)?[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(*found.groups())
         if path.count("/") < 3:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self):
         """Answers the request that huggingface_hub sends before it downloads a whole file."""
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
-        name, commit, file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path).groups()
+        name, commit, file = re.fullmatch(r"/((?:[^/]+/)?[^/]+)/resolve/([^/]+)/(.+)", path).groups()
         if name not in hub.models:
             return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
         if not (hub.models[name] / file).is_file():

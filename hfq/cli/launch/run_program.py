@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hfq.errors import SetupError
 from hfq.launch_environment import CONFIG, ENABLE, RECORD, say
+from hfq.launch_environment import record as append
 
 __all__ = [
     "enabling_environment",
@@ -39,7 +40,7 @@ _POLL_SECONDS = 0.5
 
 
 def run_enabled(program: Sequence[str], options: str) -> int:
-    """Runs a program with hfq enabled; at its end says what ran without hfq.
+    """Runs a program with hfq enabled; at the end of the outermost, says what ran without hfq.
 
     Args:
         program: Program and arguments.
@@ -54,7 +55,12 @@ def run_enabled(program: Sequence[str], options: str) -> int:
     command = find_program(program)
     with tempfile.NamedTemporaryFile("r", prefix="hfq-launch-", encoding="utf-8", errors="replace") as record:
         status = run_program(command, enabling_environment(os.environ, options, record.name))
-        report_record(program[0], record.read().splitlines())
+        lines = record.read().splitlines()
+    if os.path.exists(os.environ.get(RECORD, "")):  # inside another `hfq launch`, which reports all lines
+        for line in lines:
+            append(line)
+    else:
+        report_record(program[0], lines)
     return status
 
 

@@ -45,6 +45,8 @@ _REQUIRED = ("fastapi", "openai", "pydantic", "uvicorn")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "tekken.json")
 """Files that say how messages become a prompt; tekken.json is the tokenizer of mistral-common."""
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_INFORMATION = b"INFO:     "
+"""Start of the lines in which uvicorn names its process, its address, and each request."""
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 
@@ -56,7 +58,7 @@ def serve(ctx: typer.Context, model: Served, arguments: ServeArguments = None, *
     Options of hfq come before the model, and those of transformers serve after it.
     """
     _check_arguments(ctx, arguments or ())
-    check_path(model)
+    _check_model(model)
     _check_packages()
     raise typer.Exit(run_enabled([*_TRANSFORMERS, "serve", model, *(arguments or ())], options))
 
@@ -68,7 +70,7 @@ def chat(ctx: typer.Context, model: Served, arguments: ChatArguments = None, *, 
     Options of hfq come before the model, and arguments of transformers chat after it.
     """
     _check_arguments(ctx, arguments or ())
-    check_path(model)
+    _check_model(model)
     _check_packages()
     _check_chat_template(model)
     with _server(model, options) as url:
@@ -93,18 +95,21 @@ def _check_arguments(ctx: typer.Context, arguments: Sequence[str]) -> None:
         ctx: Context of the verb; its `obj` is the command line.
         arguments: The words after the model.
     """
-    options: dict[str, Any] = {name: each for each in ctx.command.params for name in each.opts}
+    options: dict[str, Any] = {
+        name: each for each in ctx.command.params for name in each.opts if name[:2] == "--"
+    }
     moved: list[str] = []
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
-        name, equals, _ = word.partition("=")
-        if not name.startswith("--") or name not in options:
+        typed, equals, value = word.partition("=")
+        name = f"--{typed.lstrip('-').replace('_', '-')}"  # transformers chat also takes name=value
+        if name not in options or not (equals or typed.startswith("--")):
             kept.append(word)
         elif equals or options[name].is_flag:
-            moved.append(word)
+            moved.append(f"{name}{equals}{value}")
         else:
-            moved += [word, next(words, "VALUE")]
+            moved += [name, next(words, "VALUE")]
     if moved:
         verb, *before = ctx.obj[: len(ctx.obj) - len(arguments)]
         raise SetupError(
@@ -115,6 +120,17 @@ def _check_arguments(ctx: typer.Context, arguments: Sequence[str]) -> None:
         )
 
 
+def _check_model(model: str) -> None:
+    """Raises an error for a model that is neither at this path nor on the Hub.
+
+    transformers also loads models without an organization, such as gpt2; of these, the Hub is asked.
+    """
+    from hfq.integrations.hub.download import has_legacy_model
+
+    if not has_legacy_model(model):
+        check_path(model)
+
+
 def _check_packages() -> None:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
@@ -122,7 +138,7 @@ def _check_packages() -> None:
             "transformers cannot serve models without further packages. Nothing was started.",
             expected=", ".join(_REQUIRED),
             found=f"{', '.join(missing)} not installed",
-            fix="Run pip install 'transformers[serving]'.",
+            fix="Run pip install 'hfq[serve]'.",
         )
 
 
@@ -222,9 +238,19 @@ def _wait_until_ready(server: subprocess.Popen, port: int, said: IO[bytes]) -> i
 
 
 def _show(said: IO[bytes], shown: int) -> int:
-    """Shows further bytes of a file on standard error; returns the number of all shown."""
+    """Shows further lines of a file on standard error, without those of uvicorn.
+
+    Progress bars are shown before their line ends.
+
+    Returns:
+        The number of bytes read.
+    """
     text = os.pread(said.fileno(), 1 << 20, shown)
-    sys.stderr.write(text.decode("utf-8", "replace"))
+    last = text[text.rfind(b"\n") + 1 :]
+    if last and _INFORMATION.startswith(last[: len(_INFORMATION)]):
+        text = text[: -len(last)]
+    lines = (line for line in text.splitlines(keepends=True) if not line.startswith(_INFORMATION))
+    sys.stderr.write(b"".join(lines).decode("utf-8", "replace"))
     sys.stderr.flush()
     return shown + len(text)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from hfq.checkpoint.gguf.split_files import parts_of
@@ -9,7 +11,10 @@ from hfq.checkpoint.index import split_gguf_path
 from hfq.integrations.hub.find import is_hub_id
 from hfq.integrations.hub.hub_errors import explain
 
-__all__ = ["download_checkpoint", "small_file"]
+__all__ = ["download_checkpoint", "has_legacy_model", "small_file"]
+
+_LEGACY_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.gguf)")
+"""The form of ids without an organization, such as gpt2. New models have none."""
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.md", "LICENSE*"]
 """Weights, configs, and tokenizers, without pickles and code."""
@@ -44,17 +49,34 @@ def download_checkpoint(model: str, revision: str | None = None) -> str:
     return str(folder) if gguf_file is None else str(Path(folder, gguf_file))
 
 
+def has_legacy_model(name: str) -> bool:
+    """Returns True if the Hub or its cache has a model of this name without an organization."""
+    from huggingface_hub import hf_hub_download
+
+    if not _is_legacy_id(name):
+        return False
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception:  # the Hub and its HTTP client raise many kinds; the path is then reported
+        return False
+    return True
+
+
+def _is_legacy_id(name: str) -> bool:
+    return not os.path.lexists(name) and _LEGACY_ID.fullmatch(name) is not None
+
+
 def small_file(model: str, name: str) -> Path | None:
     """Returns a file of a model, which is downloaded if it is on the Hub; None if there is none.
 
     Args:
-        model: Folder or Hub id. A GGUF file has no other files.
+        model: Folder or Hub id, which may lack an organization. A GGUF file has no other files.
         name: Name of the file.
 
     Raises:
         CheckpointError: The Hub has no such model, denies access, or cannot be reached.
     """
-    if not is_hub_id(model):
+    if not is_hub_id(model) and not _is_legacy_id(model):
         file = Path(model, name)
         return file if file.is_file() else None
     from huggingface_hub import hf_hub_download
