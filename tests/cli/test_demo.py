@@ -102,6 +102,19 @@ def test_a_run_is_killed_at_its_limit_alone():
     assert free.peak_nbytes < 80_000_000
 
 
+@pytest.mark.parametrize("length", [75, 76, 200])
+def test_a_temporary_folder_may_have_a_longer_path_than_a_socket(tmp_path, length):
+    folder = str(tmp_path) + "/"
+    folder += "t" * (length - len(folder)) or "t"
+    os.mkdir(folder)
+    code = f"from {run_limited.__module__} import run_limited; print(run_limited({MODULE!r}, (1000, 0), None, '').found)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True
+    )
+    assert done.stdout == "{'taken': 1000}\n", done.stderr
+    assert os.listdir(folder) == []
+
+
 def test_the_error_of_a_run_is_an_error_of_the_demo():
     with pytest.raises(SetupError, match="ValueError: nothing to take"):
         run_limited(MODULE, (0, 0), None, "a run")

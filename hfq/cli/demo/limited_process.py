@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "peak_memory", "run_limited"]
 
 _SAMPLE_SECONDS = 0.005
+_LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Most bytes of the path of a temporary folder for the socket of a forkserver."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ def run_limited(module: str, arguments: tuple, limit: int | None, what: str) -> 
     process = context.Process(target=_run, args=(sender, module, arguments))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process alone
     try:
-        forkserver.ensure_running()
+        with _short_temporary_folder():
+            forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, handler)
     process.start()
@@ -80,6 +85,18 @@ def run_limited(module: str, arguments: tuple, limit: int | None, what: str) -> 
             fix="Pass a smaller --size. If that fails, too, run hfq doctor.",
         )
     return outcome
+
+
+@contextlib.contextmanager
+def _short_temporary_folder() -> Iterator[None]:
+    """Makes `/tmp` the temporary folder if the path of another is too long for a socket."""
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def peak_memory(pid: int) -> int:
