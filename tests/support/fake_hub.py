@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.token is not None and self.headers.get("authorization") != f"Bearer {hub.token}":
             code = 403 if "authorization" in self.headers else 401
             return self._send(code, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "no leave"})
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        if found := re.fullmatch(r"/api/models/((?:[^/]+/)?[^/]+)(?:/revision/(.+))?", path):
             return self._info(found[1], found[2] or "main")
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
             return self._tree(found[1])

@@ -13,6 +13,7 @@ from hfq.integrations.hub.hub_errors import explain
 
 __all__ = ["download_checkpoint", "has_legacy_model", "small_file"]
 
+_SECONDS = 10.0
 _LEGACY_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 """The form of ids without an organization, such as gpt2. New models have none."""
 
@@ -51,12 +52,14 @@ def download_checkpoint(model: str, revision: str | None = None) -> str:
 
 def has_legacy_model(name: str) -> bool:
     """Returns True if the Hub or its cache has a model of this name without an organization."""
-    from huggingface_hub import hf_hub_download
-
     if not _is_legacy_id(name):
         return False
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
     try:
-        hf_hub_download(name, "config.json")
+        HfApi().model_info(name, timeout=_SECONDS)  # without retries, which a typo would wait for
     except Exception:  # the Hub and its HTTP client raise many kinds; the path is then reported
         return False
     return True
