@@ -166,7 +166,8 @@ def _supplying(original: Callable) -> Callable:
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         loading = getattr(load_config.hf_quantizer, "loading", None)
-        if state_dict is None and loading is not None:
+        is_adapter = getattr(loading, "load_seconds", None) is not None  # loaded later, from its own files
+        if state_dict is None and loading is not None and not is_adapter:
             is_copied = bool(getattr(load_config, "disable_mmap", False))
             state_dict = map_named(loading.checkpoint, loading.reader, loading.names_to_load(), is_copied)
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
