@@ -31,7 +31,7 @@ def test_every_round_predicts_with_rates_of_its_own(tmp_path, monkeypatch):
     assert len(rounds) == 2 * len(report.records)
     assert all(each["predicted"] > 0 and each["achieved"] > 0 for each in rounds)
     first, second = report.records[0]["rounds"]
-    assert first["profile"]["products"].keys() == {"gptq 4-bit bfloat16", "dense bfloat16"}
+    assert first["profile"]["products"].keys() == {"gptq 4-bit bfloat16", "head bfloat16"}
     assert first["profile"]["products"] != second["profile"]["products"]
     assert report.targets[0].verdict == "met"
     assert "| tiny-llama-gptq | half disk |" in report.to_markdown()
