@@ -12,7 +12,7 @@ from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.filesystem import is_network
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.loading.state import LoadState
-from hfq.modules.flat_buffer import map_tensor, read_tensor
+from hfq.modules.flat_buffer import load_tensor, read_tensor
 
 __all__ = ["MappedTensors", "map_named", "settle_mapped"]
 
@@ -58,7 +58,7 @@ class MappedTensors:
 def settle_mapped(loading: LoadState, hidden: Collection[str], files: Iterable[str]) -> MappedTensors:
     """Copies mapped tensors into memory if the config asks for it; otherwise checks their files.
 
-    transformers maps every unquantized tensor on the CPU whose dtype it does not change.
+    An unquantized tensor on the CPU is mapped (`map_named`) unless transformers changed its dtype.
 
     Args:
         loading: The load.
@@ -87,10 +87,16 @@ def settle_mapped(loading: LoadState, hidden: Collection[str], files: Iterable[s
 def map_named(
     checkpoint: Checkpoint, reader: Reader, names: Iterable[str], is_copied: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns these stored tensors by name, mapped from their files.
+    """Returns stored tensors by name, as views of their mapped files.
 
-    They are read into memory if `is_copied`, and from a network file system.
+    Tensors that are not aligned in their file, and files on a network file system, are read into memory.
+
+    Args:
+        checkpoint: The checkpoint.
+        reader: Reads the checkpoint.
+        names: Names of the tensors.
+        is_copied: True to read all tensors into memory.
     """
     is_copied = is_copied or any(map(is_network, checkpoint.headers))
-    hold = read_tensor if is_copied else map_tensor
-    return {name: hold(reader, checkpoint.tensors[name]) for name in sorted(names)}
+    load = read_tensor if is_copied else load_tensor
+    return {name: load(reader, checkpoint.tensors[name]) for name in sorted(names)}

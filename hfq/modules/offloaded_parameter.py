@@ -203,13 +203,14 @@ def _not_here(
     func: Any, away: OffloadedParameter | OffloadedValues, done: str = "read directly"
 ) -> PlacementError:
     name, module = away.name, away.name.rpartition(".")[0]
-    place = f'add {{"{away.placed_by.rpartition(".")[0] or module}": "cpu"}} to device_map.'
+    entry = f'{{"{away.placed_by.rpartition(".")[0] or module}": "cpu"}}'
+    call = "Add" if done == "changed" else f"Call model.{module}(x), or add"
     return PlacementError(
         f"{name or 'A parameter'} is offloaded and cannot be {done} by {_name_of(func)}.",
         tensor=name if module else None,
         expected="a call of the module that owns the weight",
         found=f"its weight, {done.split()[0]} by other code",
-        fix=(f"A{place[1:]}" if done == "changed" else f"Call model.{module}(x), or {place}")
+        fix=f"{call} {entry} to device_map."
         if module
         else "Call the module that owns the weight, or place it in memory by device_map.",
     )

@@ -32,6 +32,12 @@ while not counted and time.time() < until:
 time.sleep(0.3)
 sys.exit(40 + len(counted))
 """
+LOADING = (
+    "import sys\n"
+    "from transformers import AutoModelForCausalLM\n"
+    "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+    "print(model.hf_quantizer.quantization_config.disk_io, model.hf_quantizer.loading.plan)\n"
+)
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess:
@@ -48,13 +54,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess:
 def test_a_script_in_a_child_process_loads_with_the_options(tmp_path):
     """The child of the child inherits them, as the ranks of a launcher do."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "print(model.hf_quantizer.quantization_config.disk_io, model.hf_quantizer.loading.plan)\n"
-        "sys.exit(7)\n"
-    )
+    script.write_text(LOADING + "sys.exit(7)\n")
     command = f'"{sys.executable}" "{script}" "$0"; exit $?'
     done = run("--device-map", "disk", "--disk-io", "direct", "sh", "-c", command, GPTQ)
     assert done.returncode == 7, done.stderr
@@ -66,12 +66,7 @@ def test_a_script_in_a_child_process_loads_with_the_options(tmp_path):
 
 def test_a_launch_inside_another_adds_its_options_and_leaves_the_lines_to_the_outer_one(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "print(model.hf_quantizer.quantization_config.disk_io, model.hf_quantizer.loading.plan)\n"
-    )
+    script.write_text(LOADING)
     inner = (*LAUNCH, "--device-map", "disk", sys.executable, str(script), GPTQ)
     done = run("--device-map", "cpu", "--disk-io", "direct", *inner)
     assert done.stdout.startswith("direct disk "), done.stderr

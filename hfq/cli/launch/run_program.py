@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hfq.errors import SetupError
-from hfq.launch_environment import CONFIG, ENABLE, RECORD, say
-from hfq.launch_environment import record as append
+from hfq.launch_environment import CONFIG, ENABLE, RECORD, record, say
 
 __all__ = [
     "enabling_environment",
@@ -53,12 +52,12 @@ def run_enabled(program: Sequence[str], options: str) -> int:
         SetupError: There is no such program, or it cannot be started.
     """
     command = find_program(program)
-    with tempfile.NamedTemporaryFile("r", prefix="hfq-launch-", encoding="utf-8", errors="replace") as record:
-        status = run_program(command, enabling_environment(os.environ, options, record.name))
-        lines = record.read().splitlines()
+    with tempfile.NamedTemporaryFile("r", prefix="hfq-launch-", encoding="utf-8", errors="replace") as file:
+        status = run_program(command, enabling_environment(os.environ, options, file.name))
+        lines = file.read().splitlines()
     if os.path.exists(os.environ.get(RECORD, "")):  # inside another `hfq launch`, which reports all lines
         for line in lines:
-            append(line)
+            record(line)
     else:
         report_record(program[0], lines)
     return status
@@ -84,17 +83,17 @@ def find_program(program: Sequence[str]) -> list[str]:
     return [found, *arguments]
 
 
-def enabling_environment(given: Mapping[str, str], options: str, record: str) -> dict[str, str]:
+def enabling_environment(given: Mapping[str, str], options: str, record_file: str) -> dict[str, str]:
     """Returns an environment that enables hfq.
 
     Args:
         given: The environment of this process.
         options: The value of `HFQ_CONFIG`; empty for none.
-        record: The file to which processes append their loads.
+        record_file: The file to which processes append their loads.
     """
     path = [folder for folder in given.get("PYTHONPATH", "").split(os.pathsep) if folder != STARTUP]
     path = [] if path == [""] else path
-    environment = {**given, ENABLE: "1", CONFIG: options, RECORD: record}
+    environment = {**given, ENABLE: "1", CONFIG: options, RECORD: record_file}
     environment["PYTHONPATH"] = os.pathsep.join([STARTUP, *path])
     return environment
 

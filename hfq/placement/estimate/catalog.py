@@ -127,7 +127,7 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
             continue
         rate = found.prediction.tokens_per_second
         if rate is None:
-            refused.append(entry | {"refused": "no speed: its bytes take less than calling its layers"})
+            refused.append(entry | {"refused": "no speed is known"})
             continue
         ranked.append(
             entry

@@ -165,7 +165,7 @@ def predict(work: Work, profile: Profile) -> Prediction:
     if not memory:
         source += "; the rate of the accelerator's memory is unknown and not counted"
     least = _LEAST_LAYER_SECONDS["cpu" if work.is_on_cpu else "accelerator"]
-    is_complete = bool(terms["layers"]) or step >= work.layers * least
+    is_complete = bool(terms["layers"]) or not step or step >= work.layers * least
     if not is_complete:
         source += (
             f"; the bytes of a step take {step * 1e3:.3g} ms, less than calling {work.layers} layers, which "
