@@ -47,6 +47,15 @@ def test_importing_hfq_imports_no_large_module():
     assert not large & set(done.stdout.split())
 
 
+@pytest.mark.parametrize("module", ["hfq.loading.state", "hfq.integrations.transformers.patches"])
+def test_a_module_that_imports_transformers_can_be_the_first(module):
+    """transformers runs the import hook, which imports the patches before the module is complete."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_error_says_how_to_fix_it():
     errors = {"CheckpointError", "FormatError", "PlacementError", "SetupError", "HfqError"}
     found = 0

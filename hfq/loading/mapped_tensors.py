@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -11,8 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.filesystem import is_network
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.loading.state import LoadState
-from hfq.modules.flat_buffer import load_tensor, read_tensor
+from hfq.modules.flat_buffer import map_tensor, read_tensor
+
+if TYPE_CHECKING:
+    from hfq.loading.state import LoadState
 
 __all__ = ["MappedTensors", "map_named", "settle_mapped"]
 
@@ -89,7 +91,8 @@ def map_named(
 ) -> dict[str, torch.Tensor]:
     """Returns stored tensors by name, as views of their mapped files.
 
-    Tensors that are not aligned in their file, and files on a network file system, are read into memory.
+    Files on a network file system are read into memory. A view may be off the alignment of its dtype, as
+    those of safetensors may be.
 
     Args:
         checkpoint: The checkpoint.
@@ -98,5 +101,5 @@ def map_named(
         is_copied: True to read all tensors into memory.
     """
     is_copied = is_copied or any(map(is_network, checkpoint.headers))
-    load = read_tensor if is_copied else load_tensor
+    load = read_tensor if is_copied else map_tensor
     return {name: load(reader, checkpoint.tensors[name]) for name in sorted(names)}

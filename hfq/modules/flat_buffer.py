@@ -12,15 +12,7 @@ from hfq.checkpoint import Reader
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import DTYPE_BITS, Segment, TensorInfo, segment_layout
 
-__all__ = [
-    "FlatBuffer",
-    "is_mappable",
-    "load_tensor",
-    "map_tensors",
-    "map_tensor",
-    "read_tensor",
-    "stack_tensors",
-]
+__all__ = ["FlatBuffer", "is_mappable", "map_tensors", "map_tensor", "read_tensor", "stack_tensors"]
 
 
 @dataclass(frozen=True)
@@ -91,11 +83,6 @@ def map_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
 def read_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
     """Returns one stored tensor, read into new host memory."""
     return FlatBuffer.read(reader, {"tensor": info}).tensors()["tensor"]
-
-
-def load_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
-    """Returns a view of one stored tensor, or a copy if it is not aligned in its file."""
-    return map_tensor(reader, info) if is_mappable({info.name: info}) else read_tensor(reader, info)
 
 
 def stack_tensors(

@@ -25,7 +25,7 @@ from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms.row_layout import Layout, find_layout
 from hfq.loading.config import HfqConfig
 from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
-from hfq.modules.flat_buffer import load_tensor
+from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
 from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["unquantized_tensors", "load_model", "make_meta_model"]
@@ -137,7 +137,7 @@ def unquantized_tensors(source: Source, reader: Reader) -> dict[str, torch.Tenso
     }
     left_out = {*quantized, *source.match.unused, *source.match.kept}
     return {
-        name: load_tensor(reader, info)
+        name: map_tensor(reader, info) if is_mappable({name: info}) else read_tensor(reader, info)
         for name, info in source.checkpoint.tensors.items()
         if name not in left_out
     }
