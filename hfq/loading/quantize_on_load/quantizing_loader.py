@@ -21,13 +21,19 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.temporary_file import TemporaryFile
-from hfq.errors import FormatError, PlacementError
+from hfq.errors import FormatError
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import round_weight
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import load_context
 from hfq.loading.matching.renaming import Names
 from hfq.loading.model_loader import ModelLoader
+from hfq.loading.quantize_on_load.device_files import (
+    check_offload_folder,
+    device_label,
+    free_unmapped,
+    open_device_file,
+)
 from hfq.loading.quantize_on_load.virtual_checkpoint import (
     FloatLayer,
     VirtualCheckpoint,
@@ -80,15 +86,7 @@ class QuantizingLoader(ModelLoader):
     def _load_rows(self) -> None:
         files = self._pack()
         super()._load_rows()
-        mapped = {
-            info.range.file
-            for row in self.read_plan.reads
-            if row.how == "mapped"
-            for info in row.infos.values()
-        }
-        for device, file in files.items():
-            if device != "disk" and file.label not in mapped:
-                file.empty()
+        free_unmapped(files, self.read_plan)
 
     @contextmanager
     def _saved(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
@@ -110,11 +108,8 @@ class QuantizingLoader(ModelLoader):
         files: dict[str, TemporaryFile] = {}
         for device, modules in by_device.items():
             layers = [layer for _, layer in modules]
-            label = _label(device)
-            placed, nbytes = lay_out_layers(layers, self.quantizing.format, label)
-            files[device] = TemporaryFile(
-                self.reader, label, nbytes, load_context().offload_folder if device == "disk" else None
-            )
+            placed, nbytes = lay_out_layers(layers, self.quantizing.format, device_label(device))
+            files[device] = open_device_file(self.reader, device, nbytes)
             for module, layer in modules:
                 self._rebind(module, layer, placed)
         with progress_bar(
@@ -144,16 +139,7 @@ class QuantizingLoader(ModelLoader):
         for stored, layer in self.quantizing.layers.items():
             name, module = made[stored]
             device = self.devices[name]
-            if device == "disk" and load_context().offload_folder is None:
-                raise PlacementError(
-                    "device_map puts a layer that is quantized on load on disk, without offload_folder. "
-                    "Nothing was loaded.",
-                    tensor=layer.name,
-                    expected="offload_folder",
-                    found="None",
-                    fix="Pass from_pretrained(offload_folder=…), a folder on a fast disk with space for the "
-                    "quantized layers.",
-                )
+            check_offload_folder(device, layer.name)
             found.setdefault(device, []).append((module, layer))
         return found
 
@@ -184,13 +170,3 @@ class QuantizingLoader(ModelLoader):
                 )
             # numpy arrays have the buffer protocol
             file.write(info.range.offset, memoryview(flat.numpy()))  # type: ignore[arg-type]
-
-
-def _label(device: str) -> str:
-    """Returns the name of a device's file in messages and byte ranges.
-
-    The folder in it tells the file system of the file.
-    """
-    if device == "disk":
-        return f"{Path(load_context().offload_folder or '').absolute()}/(quantized on load)"
-    return f"/dev/shm/(quantized on load, {device})"
