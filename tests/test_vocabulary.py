@@ -34,6 +34,7 @@ VALUES = {  # option: (default and other values), removed values
     "execute_cpu_layers_on": (("accelerator", "cpu", "auto"), ("home",)),
     "reader_ranks": (("all", "rank0"), ("ranges", "broadcast")),
     "nvme_source": (("checkpoint", "swap_files"), ("in_place", "swap")),
+    "quantize_output_head": ((None, "fp8", "int8"), ("e4m3", "w8a16")),
 }
 RECIPE = {
     "num_bits": "bits",

@@ -22,6 +22,7 @@ DiskChecksum = Literal["off", "first", "always"]
 CpuLayerDevice = Literal["accelerator", "cpu", "auto"]
 ReaderRanks = Literal["all", "rank0"]
 NvmeSource = Literal["checkpoint", "swap_files"]
+OutputHeadFormat = Literal["fp8", "int8"]
 _CHOICES = {
     "cpu_memory": CpuMemory,
     "disk_io": DiskIo,
@@ -29,6 +30,7 @@ _CHOICES = {
     "execute_cpu_layers_on": CpuLayerDevice,
     "reader_ranks": ReaderRanks,
     "nvme_source": NvmeSource,
+    "quantize_output_head": OutputHeadFormat,
 }
 _SOURCE = "_source"
 _LOAD_ARGUMENTS = (
@@ -47,6 +49,9 @@ class HfqConfig(QuantizationConfigMixin):
         quantize_weights: Name of a method that needs no calibration data, a `Recipe`, or a dict of its
             options. Quantizes a float checkpoint while it is loaded. None, the default, loads the stored
             weights unchanged.
+        quantize_output_head: `"fp8"` or `"int8"` rounds the output head (`lm_head`) while it is loaded, with
+            one scale per output channel. Results are then not those of the checkpoint. A save writes the head
+            of the checkpoint. None (default) leaves the head as it is stored.
         modules_to_not_convert: List of module names that stay unquantized, or None (default). An error is
             raised for a name that matches no module, or a module that the checkpoint stores quantized.
         quantize_activations: True quantizes activations as the config of the checkpoint declares. False
@@ -89,6 +94,7 @@ class HfqConfig(QuantizationConfigMixin):
         self,
         *,
         quantize_weights: str | Recipe | Mapping[str, Any] | None = None,
+        quantize_output_head: OutputHeadFormat | None = None,
         modules_to_not_convert: list[str] | None = None,
         quantize_activations: bool = False,
         llm_int8_threshold: float | None = None,
@@ -107,6 +113,9 @@ class HfqConfig(QuantizationConfigMixin):
         check_kernel(kernel)
         self.quant_method = METHOD  # transformers accepts any registered string
         self.quantize_weights = _as_recipe(quantize_weights)
+        self.quantize_output_head = (
+            None if quantize_output_head is None else _choice("quantize_output_head", quantize_output_head)
+        )
         self.modules_to_not_convert = _module_names(modules_to_not_convert)
         self.quantize_activations = _flag("quantize_activations", quantize_activations)
         self.llm_int8_threshold = _threshold(llm_int8_threshold)
@@ -180,6 +189,7 @@ class HfqConfig(QuantizationConfigMixin):
 
 OPTIONS = (
     "quantize_weights",
+    "quantize_output_head",
     "modules_to_not_convert",
     "quantize_activations",
     "llm_int8_threshold",

@@ -106,6 +106,7 @@ class PlannedModel:
             "path": loading.checkpoint.root,
             "class": type(loading.model).__name__,
             "formats": loading.describe_formats(),
+            "changes": loading.describe_changes(),
             "file_nbytes": loading.checkpoint.nbytes,
             "packed_modules": len(loading.quantized),
             "dtype": self.sizes.dtype,
@@ -115,18 +116,21 @@ class PlannedModel:
         }
 
 
-def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
+def open_model(
+    path: str | os.PathLike, dtype: Any = "auto", quantize_output_head: Any = None
+) -> PlannedModel:
     """Returns the sizes of a checkpoint, from its config and headers alone.
 
     Args:
         path: Folder with weights or with headers alone (`hfq.integrations.hub.find`). It must exist while the
             model is planned.
         dtype: Dtype of the planned load, as in `from_pretrained`.
+        quantize_output_head: Option of the planned load, as in `HfqConfig`.
 
     Raises:
         HfqError: The checkpoint fails a check that a load makes before it reads weights.
     """
-    loading = load_meta_model(path, dtype)
+    loading = load_meta_model(path, dtype, quantize_output_head)
     if loading.quantized:
         replace_head(loading.model)  # as a load with the default kernel does
     sizes, uncounted = measure_sizes(loading)

@@ -32,19 +32,23 @@ class MetaModelReached(BaseException):
         self.loading = loading
 
 
-def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader:
+def load_meta_model(
+    path: str | os.PathLike, dtype: Any = "auto", quantize_output_head: Any = None
+) -> ModelLoader:
     """Returns the loader of a checkpoint, from its config and headers alone.
 
     Args:
         path: Folder with weights or with headers alone (`hfq.integrations.hub.find`).
         dtype: Same as in `from_pretrained`.
+        quantize_output_head: Same as in `HfqConfig`.
 
     Raises:
         HfqError: The checkpoint fails a check that a load makes before it reads weights.
     """
     folder = os.fspath(path)
     cls = _plannable_class(folder)
-    config = HfqConfig(kernel="reference")  # works without a compiler
+    # this kernel works without a compiler
+    config = HfqConfig(kernel="reference", quantize_output_head=quantize_output_head)
     try:
         with within_load(stops_at_meta_model=True):
             # an automatic map keeps the load from reading into the page cache

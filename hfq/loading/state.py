@@ -71,6 +71,10 @@ class LoadState:
         ]
         return sorted(entries, key=lambda entry: entry.name)
 
+    def describe_changes(self) -> str:
+        """Returns what the load changes in the model of the checkpoint, as one line; "" for nothing."""
+        return ""
+
     def describe_formats(self) -> str:
         """Returns the distinct formats of the model in one line."""
         return ", ".join(sorted({module.weight_format.describe() for module in self.quantized.values()}))

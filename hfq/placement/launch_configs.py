@@ -109,6 +109,7 @@ def loading_code(
     kv_dtype: str = "auto",
     revision: str | None = None,
     kv_device: str | None = None,
+    quantize_output_head: str | None = None,
 ) -> str:
     """Returns the Python code that loads the model as planned.
 
@@ -121,7 +122,9 @@ def loading_code(
         revision: Branch, tag, or commit of the checkpoint on the Hub; None for a folder, or for the branch
             `main`.
         kv_device: `"cpu"` or `"disk"` for an offloaded KV cache; None if it is where the model computes.
+        quantize_output_head: Option of `HfqConfig`; None for no rounding.
     """
+    head = "" if quantize_output_head is None else f'quantize_output_head="{quantize_output_head}"'
     limits = ""
     if max_memory is not None:
         keys = {
@@ -140,7 +143,7 @@ def loading_code(
         "from transformers import AutoModelForCausalLM",
         "",
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={json.dumps(dtype)},",
-        f"    quantization_config=HfqConfig(){limits})",
+        f"    quantization_config=HfqConfig({head}){limits})",
     ]
     if kv_device is not None:
         folder = ', "kv_cache"' if kv_device == "disk" else ""

@@ -174,8 +174,9 @@ class Report(Displayed):
         return "\n".join([*lines, *self._notes()])
 
     def _notes(self) -> list[str]:
-        """Returns the lines on outliers, offloading, and speed."""
-        lines = []
+        """Returns the lines on changes, outliers, offloading, and speed."""
+        changes = (self.model or {}).get("changes")
+        lines = [changes] if changes else []
         if self.outliers is not None:
             found = self.outliers
             lines.append(
@@ -217,6 +218,7 @@ def _describe(loading: ModelLoader) -> dict[str, Any]:
         "path": str(loading.checkpoint.root),
         "class": type(loading.model).__name__,
         "formats": loading.describe_formats(),
+        "changes": loading.describe_changes(),
         "dtype": dtype,
         "device": loading.main,
         "hfq": __version__,

@@ -46,3 +46,17 @@ def test_a_model_may_be_saved_over_the_folder_that_it_was_loaded_from(sim, check
     model = load(folder, MAPS[placement])
     model.save_pretrained(folder)
     assert torch.equal(logits(load(folder, MAPS[placement])), expected)
+
+
+@pytest.mark.parametrize("placement", [*MAPS, "head on cpu", "head on disk"])
+def test_a_rounded_head_has_one_result_and_is_saved_as_it_is_stored(sim, placement, tmp_path):
+    place = placement.rpartition(" ")[2]
+    device_map = {"": "sim:0", "lm_head": place} if placement.startswith("head") else MAPS[placement]
+    path, options = tiny_models.DATA / "tiny-llama-gptq", {"quantize_output_head": "fp8"}
+    expected = logits(load(path, {"": "sim:0"}, **options))
+    model = load(path, device_map, offload_folder=tmp_path, dtype=None, **options)
+    model.save_pretrained(tmp_path / "saved")
+    assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(path)
+    model = load(path, device_map, offload_folder=tmp_path, **options)
+    assert torch.equal(logits(model), expected)
+    assert not torch.equal(expected, logits(load(path, {"": "sim:0"})))

@@ -252,3 +252,17 @@ def test_what_cannot_be_planned_is_an_error_with_a_way_out(arguments, said):
     done = run(*arguments)
     assert done.exit_code == 1
     assert said in done.exception.fix
+
+
+def test_a_rounded_head_is_counted_and_said():
+    plain, rounded = report("--cpu", "100MB"), report("--cpu", "100MB", "--quantize-output-head", "fp8")
+    text = " ".join(run("--cpu", "100MB", "--quantize-output-head", "int8").stdout.split())
+    assert "note: lm_head is rounded to int-quantized int8 channel" in text
+    assert "results are not those of the checkpoint" in text
+    weights = [
+        sum(device["weights_nbytes"] for device in each["devices"].values()) for each in (plain, rounded)
+    ]
+    assert weights[1] - weights[0] == 1536 * (128 + 2)  # the embedding that it was tied to stays
+    assert 'HfqConfig(quantize_output_head="fp8")' in rounded["files"]["load.py"]
+    for others in (["--zero-stage", "3"], ["--suggest-format", "1GB"]):
+        assert "--quantize-output-head" in str(run("--quantize-output-head", "fp8", *others).exception)

@@ -33,7 +33,7 @@ HELP = {
 }
 
 LOAD_OPTIONS = (
-    "--config --device-map --max-memory --offload-folder --quantize-weights --modules-to-not-convert "
+    "--config --device-map --max-memory --offload-folder --quantize-weights --quantize-output-head --modules-to-not-convert "
     "--quantize-activations --llm-int8-threshold --kernel --cpu-memory --disk-io --disk-checksum "
     "--expert-cache-size --execute-cpu-layers-on --reader-ranks --nvme-source"
 )
@@ -43,7 +43,7 @@ OPTIONS = {
     "plan": (
         "MODEL --revision --gpu --cpu --disk --profile --catalog --suggest-format --batch-size "
         "--max-model-len "
-        "--kv-cache-dtype --kv-cache-device --num-assistant-tokens --acceptance-rate --dtype --output-dir --json --zero-stage --num-processes "
+        "--quantize-output-head --kv-cache-dtype --kv-cache-device --num-assistant-tokens --acceptance-rate --dtype --output-dir --json --zero-stage --num-processes "
         "--num-machines "
         "--nvme-path "
         "--offload-param-device --offload-optimizer-device --optimizer --lora-rank --lora-target "

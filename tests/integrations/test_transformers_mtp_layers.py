@@ -206,6 +206,17 @@ def test_what_transformers_does_not_load_is_an_error(half_float, monkeypatch, fa
     assert model.hf_quantizer.loading.mtp_model is None
 
 
+def test_further_layers_share_a_rounded_head(paths):
+    model = models.load(paths[0], {"": "cpu"}, quantize_output_head="fp8")
+    expected = generate(model)
+    assert torch.equal(generate(model, use_mtp=True), expected)
+    (layer, *_) = model.hf_quantizer.loading.mtp_model.layers
+    heads = [
+        each for name, each in layer.named_modules() if isinstance(each, QuantizedLinear) and "head" in name
+    ]
+    assert all(each is model.lm_head for each in heads)
+
+
 def test_quantize_on_load_is_an_error(paths, tmp_path):
     model = models.load(paths[1], {"": "cpu"}, quantize_weights="fp8")
     with pytest.raises(SetupError, match="device map alone"):

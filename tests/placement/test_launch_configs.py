@@ -41,3 +41,6 @@ def test_the_call_is_python_and_names_the_limits():
     assert 'max_memory={0: 7, "cpu": 8}' in code
     assert '"nbits": 4' in code
     assert "device_map" not in loading_code("a", "bfloat16", None)
+    assert 'HfqConfig(quantize_output_head="fp8")' in loading_code(
+        "a", "bfloat16", None, quantize_output_head="fp8"
+    )

@@ -39,6 +39,9 @@ def load_options(
         Text,
         typer.Option(metavar="METHOD", help="Quantize float checkpoints on load: fp8, w8a16, or JSON."),
     ] = None,
+    quantize_output_head: Annotated[
+        Text, typer.Option(metavar="fp8|int8", help="Round the output head on load, which changes results.")
+    ] = None,
     modules_to_not_convert: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Module that stays unquantized; repeatable.")
     ] = None,

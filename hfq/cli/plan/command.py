@@ -63,6 +63,9 @@ AcceptanceRate = Annotated[
     float | None, _option("Share of drafted tokens that are accepted (default: 0.5, 0.7, and 0.9).", _WORK)
 ]
 Dtype = Annotated[str, _option("Dtype to load in: auto, bfloat16, float16, or float32.", _WORK)]
+QuantizeOutputHead = Annotated[
+    str | None, _option("Round the output head on load: fp8 or int8.", _WORK, metavar="fp8|int8")
+]
 OutputDir = Annotated[
     Path | None, _option("Folder to write the planned configs and code into.", _WORK, metavar="FOLDER")
 ]
@@ -116,6 +119,7 @@ def plan(
     num_assistant_tokens: NumAssistantTokens = None,
     acceptance_rate: AcceptanceRate = None,
     dtype: Dtype = "auto",
+    quantize_output_head: QuantizeOutputHead = None,
     output_dir: OutputDir = None,
     as_json: AsJson = False,
     zero_stage: ZeroStage = None,

@@ -28,6 +28,7 @@ class PlanOptions:
     num_assistant_tokens: int | None
     acceptance_rate: float | None
     dtype: str
+    quantize_output_head: str | None
     output_dir: Path | None
     as_json: bool
     zero_stage: int | None
@@ -94,6 +95,9 @@ class PlanOptions:
                 )
         elif self.zero_stage is None:
             _check_unused(self._training() | self._ranks(), "is for DeepSpeed ZeRO", "Add --zero-stage 3.")
+            if self.suggest_format is not None:
+                head = {"--quantize-output-head": self.quantize_output_head}
+                _check_unused(head, "is for a placement", "Omit --quantize-output-head.")
             self._check_kv_cache_device()
             self._check_speculation()
         else:
@@ -135,6 +139,7 @@ class PlanOptions:
             "--kv-cache-device": self.kv_cache_device,
             "--num-assistant-tokens": self.num_assistant_tokens,
             "--acceptance-rate": self.acceptance_rate is not None,
+            "--quantize-output-head": self.quantize_output_head,
             "--disk": self.disk,
             "--catalog": self.catalog,
             "--suggest-format": self.suggest_format,

@@ -41,7 +41,7 @@ def make_report(options: PlanOptions) -> dict:
         Workload(options.batch_size, options.max_model_len, options.kv_cache_dtype, options.kv_cache_device),
     )
     with model_headers(str(options.model), options.revision) as found:
-        model = open_model(found.folder, options.dtype)
+        model = open_model(found.folder, options.dtype, options.quantize_output_head)
         described = model.describe() | {"path": found.name} | found.describe()
         report = {"model": described, "workload": asdict(workload), "machine": _describe(hardware, options)}
         return _planned(options, model, hardware, workload, report)
@@ -92,6 +92,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         options.kv_cache_dtype,
         options.revision,
         options.kv_cache_device,
+        options.quantize_output_head,
     )
     return {
         "devices": _homes(estimate, weights, hardware),

@@ -33,6 +33,8 @@ def print_report(report: dict) -> None:
         f"{_machine(report['machine'])}",
         soft_wrap=True,
     )
+    if model["changes"]:
+        console.print(f"note: {model['changes']}", soft_wrap=True)
     if model["layers_with_an_uncounted_state"]:
         console.print(
             f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which this "

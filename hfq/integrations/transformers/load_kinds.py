@@ -14,6 +14,7 @@ from hfq.loading.config import HfqConfig
 from hfq.loading.model_loader import ModelLoader
 from hfq.loading.quantize_on_load.quantizing_loader import QuantizingLoader
 from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
+from hfq.loading.quantize_on_load.rounding_loader import RoundingLoader
 from hfq.loading.ranks import is_zero3
 from hfq.loading.tensor_parallel.sliced_loader import SlicedLoader
 from hfq.loading.tensor_parallel.slices import check_alone, tensor_parallel_size
@@ -50,21 +51,28 @@ LOAD_KINDS = (
         QuantizingLoader,
         lambda config, model: config.recipe is not None,
         lambda config, model: check_quantize_on_load(config, tensor_parallel_size(model) > 1),
-        excludes=("ZeRO-3", "tensor parallelism"),
+        excludes=("ZeRO-3", "tensor parallelism", "quantize_output_head"),
     ),
     LoadKind(
         "ZeRO-3",
         Zero3Loader,
         lambda config, model: is_zero3(),
         _no_check,
-        excludes=("quantize on load", "tensor parallelism"),
+        excludes=("quantize on load", "tensor parallelism", "quantize_output_head"),
     ),
     LoadKind(
         "tensor parallelism",
         SlicedLoader,
         lambda config, model: tensor_parallel_size(model) > 1,
         lambda config, model: check_alone(),
-        excludes=("quantize on load", "ZeRO-3"),
+        excludes=("quantize on load", "ZeRO-3", "quantize_output_head"),
+    ),
+    LoadKind(
+        "quantize_output_head",
+        RoundingLoader,
+        lambda config, model: config.quantize_output_head is not None,
+        _no_check,
+        excludes=("quantize on load", "ZeRO-3", "tensor parallelism"),
     ),
     LoadKind("device map", ModelLoader, lambda config, model: True, _no_check, excludes=()),
 )

@@ -24,6 +24,7 @@ from hfq.loading.mapped_tensors import map_named
 from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.renaming import Names
 from hfq.loading.model_loader import ModelLoader
+from hfq.loading.quantize_on_load.rounding_loader import RoundingLoader
 
 __all__ = ["MtpLoader", "load_mtp_layers"]
 
@@ -145,7 +146,7 @@ def _check(loading: ModelLoader) -> None:
         FormatError: The checkpoint has no such layers, or is a GGUF file.
     """
     fix = "Leave out use_mtp=True, and use prompt_lookup_num_tokens or assistant_model."
-    if type(loading) is not ModelLoader:
+    if type(loading) not in (ModelLoader, RoundingLoader):
         raise SetupError(
             "use_mtp=True works with a device map alone.",
             expected="a load without quantize_weights, ZeRO-3, and tensor parallelism",

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hfq.loading.matching.target_modules import QuantizedModuleMatch, target_module_of
 
-__all__ = ["shared_heads"]
+__all__ = ["shared_heads", "untie"]
 
 
 def shared_heads(
@@ -43,8 +43,13 @@ def shared_heads(
         ):
             continue
         found[missing] = dataclasses.replace(match, target=target_module)
-        del model.all_tied_weights_keys[pair[0]]
-        ties = model._tied_weights_keys or {}
-        # transformers reads the ties a second time
-        model._tied_weights_keys = {name: other for name, other in ties.items() if name != pair[0]}
+        untie(model, pair[0])
     return found
+
+
+def untie(model: PreTrainedModel, target: str) -> None:
+    """Removes the tie of a parameter to another one, before transformers makes it."""
+    del model.all_tied_weights_keys[target]
+    ties = model._tied_weights_keys or {}
+    # transformers reads the ties a second time
+    model._tied_weights_keys = {name: other for name, other in ties.items() if name != target}

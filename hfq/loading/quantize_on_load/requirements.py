@@ -56,8 +56,15 @@ def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
     """Checks that a load that cannot quantize is not asked to.
 
     Raises:
-        SetupError: The config has `quantize_weights`.
+        SetupError: The config has `quantize_weights` or `quantize_output_head`.
     """
+    if config.quantize_output_head is not None:
+        raise SetupError(
+            f"{caller} does not quantize on load. Nothing was loaded.",
+            expected="no quantize_output_head",
+            found=f"quantize_output_head={config.quantize_output_head!r}",
+            fix="Leave quantize_output_head out.",
+        )
     if config.recipe is not None:
         raise SetupError(
             f"{caller} does not quantize on load. Nothing was loaded.",
