@@ -8,10 +8,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.experts.policies import POLICIES, Request, hit_rates
+from benchmarks.experts.policies import POLICIES, hit_rates
 from benchmarks.records import Record
 from hfq.machine_profile.machine_facts import machine_facts
 from hfq.offload.experts.eviction import HALF_LIFE
+from hfq.offload.experts.simulated_cache import Request
 from hfq.plots.charts import Chart
 from hfq.runtime.record_routing import Routing
 from hfq.tables import Report, Table, Target

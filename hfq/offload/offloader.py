@@ -229,7 +229,12 @@ class Offloader:
             else:
                 memories[device] = AcceleratorExperts(own, count, self.source, stream)
         return ExpertCache(
-            experts, memories, self.pool, lambda module: self._read(module).use(), self._may_guess
+            experts,
+            memories,
+            self.pool,
+            lambda module: self._read(module).use(),
+            self._may_guess,
+            self.options.routed_experts,
         )
 
     def _may_guess(self) -> bool:

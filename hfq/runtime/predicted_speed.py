@@ -18,10 +18,27 @@ from hfq.placement.estimate.estimate import list_stages
 from hfq.placement.estimate.kv_cache import kv_nbytes
 from hfq.placement.estimate.profile import Profile, read_profile
 from hfq.placement.estimate.roofline import TERMS, Prediction, Work, predict
+from hfq.runtime.record_routing import Routing
 
-__all__ = ["SpeedReport", "predict_step", "report_speed", "takes_tokens"]
+__all__ = ["ExpertHits", "SpeedReport", "expert_hits", "predict_step", "report_speed", "takes_tokens"]
 
 _STEPS = 3
+
+
+@dataclass(frozen=True)
+class ExpertHits:
+    """Share of routed experts that the expert cache holds.
+
+    Attributes:
+        share: The share.
+        source: What tells it: even routing, recorded routing, or hits that were measured.
+    """
+
+    share: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} of the routed experts of a token are hits, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class SpeedReport:
         step_achieved_seconds: Median of three measurements in seconds; None if not measured.
         dominant: Term that takes most of the predicted step.
         source: Origin of the rates: `measured` by `hfq profile-machine`, or limits from hardware standards.
+        expert_hits: Hits of the expert cache in the predicted step; None if no experts are offloaded.
     """
 
     load_predicted_seconds: float
@@ -43,6 +61,7 @@ class SpeedReport:
     step_achieved_seconds: float | None
     dominant: str
     source: str
+    expert_hits: ExpertHits | None = None
 
     def __str__(self) -> str:
         achieved = (
@@ -55,16 +74,20 @@ class SpeedReport:
             if self.step_predicted_seconds is None
             else f"predicted {1 / self.step_predicted_seconds:.3g} tokens/s"
         )
+        hits = "" if self.expert_hits is None else f"\nexpert cache: {self.expert_hits}"
         return (
             f"load: predicted {self.load_predicted_seconds:.3g} s, "
             f"achieved {self.load_achieved_seconds:.3g} s\n"
             f"one token: {predicted}, {achieved}; decided by {self.dominant}\n"
-            f"rates: {self.source}"
+            f"rates: {self.source}{hits}"
         )
 
 
 def report_speed(
-    loading: ModelLoader, measure: bool = False, profile: Profile | None = None
+    loading: ModelLoader,
+    measure: bool = False,
+    profile: Profile | None = None,
+    routing: Routing | None = None,
 ) -> SpeedReport | None:
     """Returns predicted and measured seconds; None for a model that ranks share.
 
@@ -73,14 +96,15 @@ def report_speed(
         measure: True also runs the model on one token, three times.
         profile: Rates of the machine. None reads the machine profile of `hfq profile-machine`, or uses limits
             from hardware standards.
+        routing: Recorded routing, see `expert_hits`.
 
     Raises:
-        SetupError: The machine profile cannot be read.
+        SetupError: The machine profile cannot be read, or the routing is another model's.
     """
     if type(loading) is not ModelLoader or loading.load_seconds is None:
         return None
     rates = read_profile() if profile is None else profile
-    prediction = predict_step(loading, rates)
+    prediction = predict_step(loading, rates, routing=routing)
     where = f" on {rates.machine.get('processor', 'an unnamed processor')}" if rates.is_measured else ""
     return SpeedReport(
         prediction.load_seconds,
@@ -89,10 +113,17 @@ def report_speed(
         _time_step(loading) if measure else None,
         TERMS[prediction.dominant],
         prediction.source + where,
+        expert_hits(loading, routing),
     )
 
 
-def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context: int = 0) -> Prediction:
+def predict_step(
+    loading: ModelLoader,
+    profile: Profile,
+    rows: int = 1,
+    context: int = 0,
+    routing: Routing | None = None,
+) -> Prediction:
     """Predicts the seconds of a load, and of one forward pass of the loaded model.
 
     Args:
@@ -100,8 +131,12 @@ def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context:
         profile: Rates of the machine.
         rows: Number of tokens that the forward pass computes.
         context: Number of tokens in the KV cache; 0 for a cache that is too small to count.
+        routing: Recorded routing, see `expert_hits`.
+
+    Raises:
+        SetupError: The routing is another model's.
     """
-    work = _work(loading)
+    work = _work(loading, expert_hits(loading, routing))
     cache = 0
     if context:
         dtype = str(loading.model.dtype).removeprefix("torch.")
@@ -109,7 +144,30 @@ def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context:
     return predict(replace(work, rows=rows, cache=cache), profile)
 
 
-def _work(loading: ModelLoader) -> Work:
+def expert_hits(loading: ModelLoader, routing: Routing | None = None) -> ExpertHits | None:
+    """Returns the hits when a token is decoded; None if no experts are offloaded.
+
+    Args:
+        loading: The load of the model.
+        routing: Recorded routing, from which hits are computed. None takes the hits of the tokens that this
+            model has decoded; without any, those of even routing.
+
+    Raises:
+        SetupError: The routing is another model's.
+    """
+    if routing is not None:
+        routing.check(loading.model)
+    if loading.offloader is None or not loading.offloader.experts.experts:
+        return None
+    experts = loading.offloader.experts
+    if routing is not None:
+        return ExpertHits(routing.hit_rate(experts.share), f"computed from {routing}")
+    if tokens := experts.decoding.tokens:
+        return ExpertHits(experts.decoding.hit_rate, f"measured over {tokens} tokens")
+    return ExpertHits(experts.share, "if routing is even: no token has been decoded")
+
+
+def _work(loading: ModelLoader, hits: ExpertHits | None) -> Work:
     """Returns the work of one token of a loaded model, and of its load."""
     model = loading.model
     offloader = loading.offloader
@@ -118,7 +176,9 @@ def _work(loading: ModelLoader) -> Work:
     dtype, routed = str(model.dtype).removeprefix("torch."), routed_share(config)
     moved = 0 if offloader is None else offloader.pass_nbytes
     on_disk = min(moved, loading.plan.nbytes_by_device().get("disk", 0))
-    on_demand = 0 if offloader is None else int(routed * _missed_nbytes(offloader.experts))
+    on_demand = 0
+    if offloader is not None and hits is not None:
+        on_demand = int(routed * (1 - hits.share) * _nbytes_on_disk(offloader.experts))
     is_on_cpu, is_cached = (
         loading.main == "cpu",
         offloader is not None and offloader.source.mode == "buffered",
@@ -140,12 +200,9 @@ def _work(loading: ModelLoader) -> Work:
     )
 
 
-def _missed_nbytes(experts: ExpertCache) -> float:
-    """Returns the bytes of all experts on disk, times the share of lookups that read or guessed."""
+def _nbytes_on_disk(experts: ExpertCache) -> int:
     infos = (info for each in experts.experts if is_on_disk(each.modules[0]) for info in each.infos)
-    lookups = experts.hits + experts.misses
-    guessed = experts.guesses.used / lookups if lookups else 0.0
-    return (1 - experts.hit_rate + guessed) * sum(info.nbytes for info in infos)
+    return sum(info.nbytes for info in infos)
 
 
 def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hfq.errors import CheckpointError, SetupError
 from hfq.loading.loaded_model import loader_of
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.experts.simulated_cache import hit_rate
 
 __all__ = ["Call", "Routing", "record_routing"]
 
@@ -49,6 +50,48 @@ class Routing:
             for module, rows in self.calls
         ]
 
+    def requests_by_token(self) -> list[list[tuple[int, int]]]:
+        """Returns the experts of each token in each module, in the order of decoding one by one."""
+        found: list[list[tuple[int, int]]] = []
+        for calls in self._passes():
+            for token in range(max(len(rows) for _, rows in calls)):
+                found += [
+                    [(module, each) for each in rows[token]] for module, rows in calls if token < len(rows)
+                ]
+        return found
+
+    def hit_rate(self, share: float) -> float:
+        """Returns the share of routed experts that a cache holds while these tokens are decoded.
+
+        The first half of the recording fills the cache, and does not count.
+
+        Args:
+            share: Share of all experts that have a place in the cache.
+        """
+        return 1.0 if share >= 1 else hit_rate(self.requests_by_token(), int(share * sum(self.experts)))
+
+    def check(self, model: nn.Module) -> None:
+        """Raises SetupError if this is no recording of a model, or has no token."""
+        own = {name: len(module) for name, module in _experts_of(model).items()}
+        recorded = dict(zip(self.modules, self.experts, strict=True))
+        if own != recorded:
+            raise SetupError(
+                "The routing was recorded with another model.",
+                expected=_shown(own),
+                found=_shown(recorded),
+                fix="Record this model with hfq.record_routing.",
+            )
+        if not any(rows for _, rows in self.calls):
+            raise SetupError(
+                "The recording of routing has no token.",
+                expected="calls with tokens",
+                found="none",
+                fix="Run the model while hfq.record_routing records.",
+            )
+
+    def __str__(self) -> str:
+        return f"the routing of {sum(len(rows) for module, rows in self.calls if module == 0)} tokens"
+
     def save(self, path: str | os.PathLike) -> None:
         """Writes the recording as JSON."""
         content = {"kind": _KIND, "modules": self.modules, "experts": self.experts, "nbytes": self.nbytes}
@@ -74,6 +117,15 @@ class Routing:
             raise _no_recording(path, error) from error
         if not is_valid:
             raise _no_recording(path, "other content")
+        return found
+
+    def _passes(self) -> list[list[Call]]:
+        """Returns the calls of each forward pass."""
+        found: list[list[Call]] = []
+        for call in self.calls:
+            if not found or call[0] <= found[-1][-1][0]:
+                found.append([])
+            found[-1].append(call)
         return found
 
     def _is_valid(self, call: Call) -> bool:
@@ -102,7 +154,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
         SetupError: hfq did not load the model, it has no quantized experts, or it is being recorded already.
     """
     loader_of(model)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+    found = _experts_of(model)
     if not found:
         raise _error("This model has no quantized experts.", "a mixture of experts", type(model).__name__)
     if any(module.on_route is not None for module in found.values()):
@@ -116,6 +168,16 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     finally:
         for module in found.values():
             module.on_route = None
+
+
+def _experts_of(model: nn.Module) -> dict[str, QuantizedExperts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+
+
+def _shown(experts: Mapping[str, int]) -> str:
+    first = next(iter(experts.items()), None)
+    where = "" if first is None else f", of which {first[0]} has {first[1]} experts"
+    return f"{len(experts)} modules of experts{where}"
 
 
 def _nbytes(expert: nn.Module) -> int:

@@ -18,6 +18,7 @@ from hfq.offload.offloader import Offloader
 from hfq.offload.read_limit import measure_limit
 from hfq.placement.plan import ModuleDevice, Plan
 from hfq.runtime.predicted_speed import SpeedReport, report_speed
+from hfq.runtime.record_routing import Routing
 from hfq.runtime.timeline import Timeline, measure_timeline
 from hfq.tables import Displayed, Table
 from hfq.version import __version__
@@ -187,7 +188,12 @@ class Report(Displayed):
         return lines if self.speed is None else [*lines, str(self.speed)]
 
 
-def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = None) -> Report:
+def report(
+    model: nn.Module,
+    measure: bool = False,
+    timeline: Timeline | None = None,
+    routing: Routing | None = None,
+) -> Report:
     """Returns a report on a model: devices of its weights, offloading, and speed.
 
     Args:
@@ -195,12 +201,15 @@ def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = 
         measure: True also measures the disk bandwidth and the seconds of one token. It reads at most 1 GiB of
             offloaded weights past the page cache. It also records one forward pass if no timeline is given.
         timeline: Recording of `hfq.timeline`; None for no recording.
+        routing: Recording of `hfq.record_routing`, from which hits of the expert cache are predicted. None
+            takes those of the tokens that the model has decoded; before the first one, of even routing.
 
     Raises:
-        SetupError: hfq did not load the model, or the machine profile cannot be read.
+        SetupError: hfq did not load the model, the machine profile cannot be read, or the routing is that of
+            another model.
     """
     loading = loader_of(model)
-    speed = report_speed(loading, measure)
+    speed = report_speed(loading, measure, routing=routing)
     if measure and timeline is None:
         timeline = measure_timeline(loading)
     offloader = loading.offloader

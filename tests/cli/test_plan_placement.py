@@ -10,7 +10,8 @@ from hfq.checkpoint import Checkpoint
 from hfq.cli.main import app
 from hfq.errors import PlacementError, SetupError
 from hfq.placement.estimate.profile import Profile, Zero3Rates
-from tests.support import mtp_models, tiny_models
+from hfq.runtime.record_routing import Routing
+from tests.support import moe_models, mtp_models, tiny_models
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 
@@ -99,6 +100,32 @@ def test_layers_that_predict_further_tokens_are_counted(tmp_path):
 )
 def test_drafted_tokens_are_planned_for_one_sequence_on_one_device(options):
     assert isinstance(run(*options).exception, SetupError)
+
+
+def test_recorded_routing_gives_the_hits_of_the_expert_cache(tmp_path):
+    scheme = moe_models.BY_EXPERT
+    path = moe_models.write(scheme, moe_models.is_quantized(scheme)).save(tmp_path / "model")
+    modules = [f"model.layers.{layer}.mlp.experts" for layer in range(moe_models.LAYERS)]
+    experts, calls = [moe_models.EXPERTS] * 2, [(layer % 2, [[0, 1]]) for layer in range(40)]
+    Routing(modules, experts, [9, 9], calls).save(tmp_path / "routing.json")
+    limits = [str(path), "--cpu", "150kB", "--max-model-len", "16"]
+
+    def plan(*more):
+        return CliRunner().invoke(app, ["plan", *limits, *map(str, more)], env={"COLUMNS": "160"})
+
+    even, recorded = (
+        json.loads(plan(*more, "--json").stdout)["moved"]
+        for more in ((), ("--routing", tmp_path / "routing.json"))
+    )
+    assert 0 < even["expert_hit_rate"] < 1 == recorded["expert_hit_rate"]
+    assert even["routed_per_step_nbytes"] > 0 == recorded["routed_per_step_nbytes"]
+    assert (even["routing"], recorded["routing"]) == ("even routing", "the routing of 20 tokens")
+    assert "are cached, by even routing" in " ".join(plan().stdout.split())
+    Routing(modules[:1], experts[:1], [9], calls[:1]).save(tmp_path / "other.json")
+    assert "another model" in str(plan("--routing", tmp_path / "other.json").exception)
+    assert isinstance(plan("--routing", tmp_path / "other.json", "--zero-stage", "3").exception, SetupError)
+    catalog = plan("--routing", tmp_path / "other.json", "--catalog", "shipped")
+    assert "plans without --routing" in str(catalog.exception)
 
 
 def test_several_accelerators_hold_the_model_alone():

@@ -43,7 +43,7 @@ OPTIONS = {
     "plan": (
         "MODEL --revision --gpu --cpu --disk --profile --catalog --suggest-format --batch-size "
         "--max-model-len "
-        "--quantize-output-head --kv-cache-dtype --kv-cache-device --num-assistant-tokens --acceptance-rate --dtype --output-dir --json --zero-stage --num-processes "
+        "--quantize-output-head --kv-cache-dtype --kv-cache-device --num-assistant-tokens --acceptance-rate --routing --dtype --output-dir --json --zero-stage --num-processes "
         "--num-machines "
         "--nvme-path "
         "--offload-param-device --offload-optimizer-device --optimizer --lora-rank --lora-target "

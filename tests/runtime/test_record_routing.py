@@ -94,6 +94,16 @@ def test_a_missing_file_and_one_of_other_text_are_errors(tmp_path):
         Routing.load(tmp_path / "list.json")
 
 
+def test_tokens_of_prompts_are_requests_in_the_order_of_decoding():
+    calls = [(0, [[0, 1], [2, 3]]), (1, [[3, 2], [1]]), (0, [[1, 0]]), (1, [[0, 1]])]
+    routing = Routing(["a", "b"], [4, 4], [9, 9], calls)
+    found = [(wanted[0][0], [expert for _, expert in wanted]) for wanted in routing.requests_by_token()]
+    assert found == [(0, [0, 1]), (1, [3, 2]), (0, [2, 3]), (1, [1]), (0, [1, 0]), (1, [0, 1])]
+    assert str(routing) == "the routing of 3 tokens"
+    assert routing.hit_rate(1.0) == 1
+    assert 0 < routing.hit_rate(0.5) < 1
+
+
 def test_misuse_is_an_error_and_a_failed_forward_ends_the_recording(path):
     with (
         pytest.raises(SetupError, match="no quantized experts"),

@@ -62,6 +62,10 @@ NumAssistantTokens = Annotated[
 AcceptanceRate = Annotated[
     float | None, _option("Share of drafted tokens that are accepted (default: 0.5, 0.7, and 0.9).", _WORK)
 ]
+Routing = Annotated[
+    Path | None,
+    _option("Recording of hfq.record_routing (default: even routing).", _WORK, metavar="FILE"),
+]
 Dtype = Annotated[str, _option("Dtype to load in: auto, bfloat16, float16, or float32.", _WORK)]
 QuantizeOutputHead = Annotated[
     str | None, _option("Round the output head on load: fp8 or int8.", _WORK, metavar="fp8|int8")
@@ -118,6 +122,7 @@ def plan(
     kv_cache_device: KvCacheDevice = None,
     num_assistant_tokens: NumAssistantTokens = None,
     acceptance_rate: AcceptanceRate = None,
+    routing: Routing = None,
     dtype: Dtype = "auto",
     quantize_output_head: QuantizeOutputHead = None,
     output_dir: OutputDir = None,

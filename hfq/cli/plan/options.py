@@ -27,6 +27,7 @@ class PlanOptions:
     kv_cache_device: str | None
     num_assistant_tokens: int | None
     acceptance_rate: float | None
+    routing: Path | None
     dtype: str
     quantize_output_head: str | None
     output_dir: Path | None
@@ -100,6 +101,8 @@ class PlanOptions:
                 _check_unused(head, "is for a placement", "Omit --quantize-output-head.")
             self._check_kv_cache_device()
             self._check_speculation()
+            if self.routing is not None:
+                _check_unused(self._other_plans(), "plans without --routing", "Omit --routing.")
         else:
             _check_unused(self._machine(), "is for a device map", "Omit --zero-stage.")
 
@@ -140,6 +143,7 @@ class PlanOptions:
             "--num-assistant-tokens": self.num_assistant_tokens,
             "--acceptance-rate": self.acceptance_rate is not None,
             "--quantize-output-head": self.quantize_output_head,
+            "--routing": self.routing,
             "--disk": self.disk,
             "--catalog": self.catalog,
             "--suggest-format": self.suggest_format,

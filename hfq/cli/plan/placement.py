@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfq.cli.plan.options import PlanOptions
     from hfq.loading.dry_run import PlannedModel
-    from hfq.placement.estimate.estimate import Estimate, Workload
+    from hfq.placement.estimate.estimate import Estimate, HitRate, Workload
     from hfq.placement.estimate.hardware import Hardware
     from hfq.placement.estimate.profile import Profile
 
@@ -73,7 +73,8 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
 
     profile = _profile(options, model)
     free = available_memory() if profile.is_measured else None
-    estimate = estimate_placement(model.sizes, hardware, workload, profile, free)
+    hits, source = _hit_rate(options, model)
+    estimate = estimate_placement(model.sizes, hardware, workload, profile, free, hit_rate=hits)
     device_map = model.device_map(estimate.budget)
     weights = model.weights_by_device(device_map, estimate.budget.main)
     limits = {
@@ -99,6 +100,8 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         "moved": {
             "onloaded_per_step_nbytes": estimate.work.streamed,
             "routed_per_step_nbytes": estimate.work.on_demand,
+            "expert_hit_rate": estimate.hit_rate,
+            "routing": source,
             "copied_per_step_nbytes": estimate.work.copied,
             "per_token_nbytes": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,
@@ -115,6 +118,18 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
             "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus),
         },
     }
+
+
+def _hit_rate(options: PlanOptions, model: PlannedModel) -> tuple[HitRate, str]:
+    """Returns the hits of an expert cache by its size, and what they are computed from."""
+    from hfq.placement.estimate.estimate import even_hit_rate
+    from hfq.runtime.record_routing import Routing
+
+    if options.routing is None:
+        return even_hit_rate, "even routing"
+    routing = Routing.load(options.routing)
+    routing.check(model.loading.model)
+    return routing.hit_rate, str(routing)
 
 
 def _speculation(

@@ -86,7 +86,8 @@ def _moved(console: Console, moved: dict) -> None:
         else ""
     )
     nbytes = moved["routed_per_step_nbytes"]
-    routed = f", of which {as_size(nbytes)} of experts if routing is even" if nbytes else ""
+    hits = f"{moved['expert_hit_rate']:.0%} of a token's are cached, by {moved['routing']}"
+    routed = f", of which {as_size(nbytes)} of experts ({hits})" if nbytes else ""
     console.print(
         f"onloaded per step: {as_size(moved['onloaded_per_step_nbytes'])} from disk{routed}{cached}, "
         f"{as_size(moved['copied_per_step_nbytes'])} to the accelerator; "

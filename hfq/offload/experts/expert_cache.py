@@ -17,6 +17,7 @@ from hfq.checkpoint.memory_limit import available_memory
 from hfq.errors import HfqError
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.experts.decoding_counts import DecodingCounts
 from hfq.offload.experts.expert_reader import Contents, Expert, ExpertMemory, place_nbytes
 from hfq.offload.experts.lookahead import GuessCounts
 from hfq.offload.experts.places import Held, Lease, Places
@@ -57,9 +58,11 @@ class ExpertCache:
         pool: Threads that read several experts at a time.
         read_alone: Returns a layer's tensors in memory of their own, on its execution device.
         may_guess: Returns True while experts may be read before a router has chosen them.
+        routed: Number of experts that a token is routed to.
 
     Attributes:
         guesses: Counts of the reads ahead of the router.
+        decoding: Counts of the calls for single tokens.
         hits: Number of lookups of an expert that was kept, or read ahead.
         misses: Number of lookups that read the expert.
     """
@@ -71,11 +74,13 @@ class ExpertCache:
         pool: Pool,
         read_alone: Callable[[QuantizedModule], Mapping[str, torch.Tensor]],
         may_guess: Callable[[], bool] = lambda: False,
+        routed: int = 2,
     ) -> None:
         self.experts = tuple(experts)
         self._expert_of = {module: expert for expert in self.experts for module in expert.modules}
         self.guesses = GuessCounts()
         period = len({expert.name.rpartition(".")[0] for expert in self.experts})
+        self.decoding, self._routed = DecodingCounts(period), routed
         self._places = {
             device: Places(memory, pool, self.guesses, period) for device, memory in memories.items()
         }
@@ -98,10 +103,8 @@ class ExpertCache:
         return sum(places.nbytes for places in self._places.values())
 
     @property
-    def hit_rate(self) -> float:
-        """Share of lookups that were hits; without any, the share of experts that have a place."""
-        if self.hits + self.misses:
-            return self.hits / (self.hits + self.misses)
+    def share(self) -> float:
+        """Share of the experts that have a place."""
         return sum(places.memory.count for places in self._places.values()) / max(len(self.experts), 1)
 
     def nbytes_by_device(self) -> dict[str, int]:
@@ -193,6 +196,7 @@ class ExpertCache:
         held: list[Held | None] = []
         first, has_looked = 0, False
         with self._freed:
+            self.decoding.calls += len(experts) == self._routed
             for device, places in self._places.items():
                 places.note(expert for expert in order if expert.device == device)
         while first < len(experts):
@@ -240,6 +244,8 @@ class ExpertCache:
                     is_kept = taken is not None and taken.is_kept
                     self.hits += is_kept
                     self.misses += not is_kept
+                    if len(experts) == self._routed:
+                        self.decoding.note(taken is not None and taken.is_kept and not taken.is_guess)
                 held.append(taken)
 
     def _onload(self, part: Iterable[Held]) -> Tensors:

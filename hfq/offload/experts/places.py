@@ -82,12 +82,14 @@ class Held:
     Attributes:
         place: The place.
         contents: Its contents, which stay until the call frees the place.
-        is_kept: True if it held the expert already.
+        is_kept: True if it held the expert already, or a guess had begun to read it.
+        is_guess: True if a guess had begun to read it, and no call had asked for it.
     """
 
     place: Place
     contents: Contents
     is_kept: bool
+    is_guess: bool
 
 
 class Places:
@@ -153,12 +155,13 @@ class Places:
         if place is None:
             return None
         place.leases.append(weakref.ref(lease))
-        if contents is not None and place.is_guess:
+        is_guess = contents is not None and place.is_guess
+        if contents is not None and is_guess:
             place.is_guess = False
             self._guesses.used += 1
             if not contents.ticket.is_done():
                 self._pool.submit(contents.ticket)  # waits behind no other guess
-        return Held(place, contents or self._fill(place, expert), contents is not None)
+        return Held(place, contents or self._fill(place, expert), contents is not None, is_guess)
 
     def take_ahead(self, expert: Expert, others: Collection[Expert]) -> Contents | None:
         """Reads an expert that may be needed; returns None if it is there, or can have no place.

@@ -21,13 +21,31 @@ from hfq.placement.estimate.kv_cache import (
 from hfq.placement.estimate.profile import Profile
 from hfq.placement.estimate.roofline import Prediction, Work, predict
 
-__all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages", "work_of_rows"]
+__all__ = [
+    "Estimate",
+    "HitRate",
+    "ModelSizes",
+    "Workload",
+    "estimate_placement",
+    "even_hit_rate",
+    "list_stages",
+    "work_of_rows",
+]
 
 _SHARE_OF_MEMORY = 0.5
 """Largest share of free memory that offloaded weights may take in the page cache.
 
 `hfq.offload.byte_source` uses the same share.
 """
+
+
+HitRate = Callable[[float], float]
+"""Returns the share of routed experts that a cache holds, given the share of all experts that it holds."""
+
+
+def even_hit_rate(share: float) -> float:
+    """Returns the hit rate of even routing: the share of the experts that the cache holds."""
+    return share
 
 
 @dataclass(frozen=True)
@@ -86,11 +104,12 @@ class Estimate:
         budget: Device of every unit. Its capacities exclude the KV cache and the activations.
         buffer: Bytes of the offload buffer, read-ahead included, on each device that has one.
         kv: Bytes of the KV cache on the execution device.
-        stored_kv: Bytes of the KV cache on `workload.kv_device`.
         activations: Bytes of activations.
         work: Work of one step.
         prediction: Predicted times.
         free_memory: Bytes of host memory for the page cache.
+        stored_kv: Bytes of the KV cache on `workload.kv_device`.
+        hit_rate: Share of a token's experts that the expert caches hold, of those that are offloaded.
     """
 
     hardware: Hardware
@@ -103,6 +122,7 @@ class Estimate:
     prediction: Prediction
     free_memory: int
     stored_kv: int = 0
+    hit_rate: float = 0.0
 
     def devices(self, stored_nbytes: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
         """Returns {device: {part: bytes}}.
@@ -136,6 +156,7 @@ def estimate_placement(
     profile: Profile,
     free_memory: int | None = None,
     expert_cache_nbytes: int | None = None,
+    hit_rate: HitRate = even_hit_rate,
 ) -> Estimate:
     """Places a model with a device map on at most one accelerator, and predicts its speed.
 
@@ -146,6 +167,7 @@ def estimate_placement(
         profile: Rates of the machine.
         free_memory: Bytes of host memory for the page cache; None for the rest of `hardware.cpu`.
         expert_cache_nbytes: Bytes of the expert cache, used if experts are offloaded; None for what is left.
+        hit_rate: Hits of an expert cache by its size.
 
     Raises:
         PlacementError: The model does not fit; `fix` names changes, each of which was planned and fits.
@@ -162,9 +184,12 @@ def estimate_placement(
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
     buffers = _buffers(sizes.units, budget)
     free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
-    work = _work(sizes, budget, workload, buffers.get(budget.main, 0), free)
+    hits = hit_rate(_cached_share(sizes.units, budget))
+    work = _work(sizes, budget, workload, buffers.get(budget.main, 0), free, hits)
     prediction = predict(work, profile)
-    return Estimate(hardware, workload, budget, buffers, kv, activations, work, prediction, free, stored_kv)
+    return Estimate(
+        hardware, workload, budget, buffers, kv, activations, work, prediction, free, stored_kv, hits
+    )
 
 
 def _buffers(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
@@ -198,8 +223,10 @@ def list_stages(
     )
 
 
-def _work(sizes: ModelSizes, budget: Budget, workload: Workload, buffer: int, free_memory: int) -> Work:
-    streamed, copied, on_demand = _reads(sizes, budget, workload.batch)
+def _work(
+    sizes: ModelSizes, budget: Budget, workload: Workload, buffer: int, free_memory: int, hits: float
+) -> Work:
+    streamed, copied, on_demand = _reads(sizes, budget, workload.batch, hits)
     stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
     is_on_cpu, is_cached = budget.main == "cpu", _is_cached(budget, free_memory)
     return Work(
@@ -228,7 +255,7 @@ def work_of_rows(estimate: Estimate, sizes: ModelSizes, rows: int) -> Work:
 
     Each token counts its own experts, which is an upper bound.
     """
-    streamed, copied, on_demand = _reads(sizes, estimate.budget, rows)
+    streamed, copied, on_demand = _reads(sizes, estimate.budget, rows, estimate.hit_rate)
     return replace(
         estimate.work,
         rows=rows,
@@ -246,7 +273,7 @@ def _is_cached(budget: Budget, free_memory: int) -> bool:
     return budget.stored_nbytes.get("disk", 0) <= free_memory * _SHARE_OF_MEMORY
 
 
-def _reads(sizes: ModelSizes, budget: Budget, rows: int) -> tuple[int, int, int]:
+def _reads(sizes: ModelSizes, budget: Budget, rows: int, hits: float) -> tuple[int, int, int]:
     """Returns the bytes that a pass over `rows` tokens moves.
 
     Returns:
@@ -257,7 +284,7 @@ def _reads(sizes: ModelSizes, budget: Budget, rows: int) -> tuple[int, int, int]
     missed = min(1.0, sizes.routed * rows)
     if missed < 1:
         # a cache that is smaller than all experts holds none of those that a step of all needs next
-        missed *= 1 - _cached_share(budget, offloaded)
+        missed *= 1 - hits
     experts = [unit for unit in on_disk if unit.kind == "experts"]
     return _moved(on_disk, missed), _moved(offloaded, missed), _moved(experts, missed)
 
@@ -268,9 +295,11 @@ def _moved(units: Sequence[Unit], missed: float) -> int:
     return whole + int(missed * sum(unit.nbytes for unit in units if unit.kind == "experts"))
 
 
-def _cached_share(budget: Budget, offloaded: Sequence[Unit]) -> float:
-    """Returns the share of offloaded experts that caches hold: that of hits if routing is even."""
-    experts = sum(unit.nbytes for unit in offloaded if unit.kind == "experts")
+def _cached_share(units: Sequence[Unit], budget: Budget) -> float:
+    """Returns the share of offloaded experts that caches hold."""
+    experts = sum(
+        unit.nbytes for unit in units if unit.kind == "experts" and budget.devices[unit.name] != budget.main
+    )
     return min(1.0, sum(budget.expert_caches.values()) / experts) if experts else 0.0
 
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from benchmarks.experts.bench_experts import SHIPPED, bench_experts, random_requests
-from benchmarks.experts.policies import POLICIES, hit_rates, simulate
+from benchmarks.experts.policies import POLICIES, hit_rates
+from hfq.offload.experts.simulated_cache import simulate
 
 
 def rate(name, requests, places):

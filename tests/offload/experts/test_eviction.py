@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from benchmarks.experts.policies import simulate
 from hfq.offload.experts.eviction import EMPTY, HALF_LIFE, NEVER_USED, DecayedCounts
 
 
@@ -30,12 +29,3 @@ def test_of_one_pass_the_newest_leaves_first_and_empty_places_before_all():
     values = [counts.note(call, call) for call in range(4)]
     assert sorted(values) == values[::-1]
     assert EMPTY < counts.value("unknown") == NEVER_USED < values[3] < counts.note("next pass", 4)
-
-
-def test_the_simulation_of_the_benchmark_is_the_cache(build_experts):
-    experts, requests = build_experts(places=3), [[0, 1], [2], [0, 3], [4], [0], [1, 5], [2], [0, 6], [0]]
-    for wanted in requests:
-        experts.use(*wanted)
-    counts, total = DecayedCounts(HALF_LIFE, period=1), sum(map(len, requests))
-    share = simulate([[(0, each) for each in wanted] for wanted in requests], 3, counts.note)
-    assert experts.cache.hits == round(share * total) > 0
