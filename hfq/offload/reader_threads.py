@@ -33,7 +33,6 @@ class Ticket:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self.is_cancelled = False
-        self.started = threading.Event()
         self.error: BaseException | None = None
         self.count = len(self._waiting)
         if not self._waiting:
@@ -79,7 +78,6 @@ class Ticket:
 
     def run_next(self) -> None:
         """Runs one job that has not started, in a thread of the pool; does nothing if there is none."""
-        self.started.set()
         with self._lock:
             if not self._waiting:
                 return

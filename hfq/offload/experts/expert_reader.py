@@ -134,13 +134,14 @@ class Contents:
     Attributes:
         expert: As above.
         buffer: As above.
-        ticket: The read.
+        ticket: The read, from `ExpertMemory.fill` on.
         copied: The point after the copies to an accelerator.
     """
 
+    ticket: Ticket
+
     def __init__(self, expert: Expert, buffer: torch.Tensor) -> None:
         self.expert, self.buffer = expert, buffer
-        self.ticket = Ticket([])
         self.copied: Any = None
         self._tensors: Tensors | None = None
 

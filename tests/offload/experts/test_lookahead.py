@@ -32,6 +32,18 @@ def finish(experts) -> None:
             place.contents.ticket.wait()
 
 
+def hold_reader(experts, leave) -> None:
+    """Keeps one reader thread busy until `leave` is set."""
+    has_begun = threading.Event()
+
+    def hold() -> None:
+        has_begun.set()
+        leave.wait(20)
+
+    experts.offloader.pool.submit(Ticket([hold]))
+    assert has_begun.wait(20)
+
+
 def counts(experts) -> tuple[int, int, int]:
     guesses = experts.cache.guesses
     return guesses.made, guesses.used, guesses.wasted_nbytes
@@ -56,8 +68,7 @@ def test_a_guess_whose_read_has_not_begun_costs_nothing(guessing):
     experts, leave = guessing(places=6, threads=1), threading.Event()
     experts.use(0, 1)
     read = experts.offloader.source.nbytes_read
-    holding = experts.offloader.pool.submit(Ticket([lambda: leave.wait(20)]))
-    assert holding.started.wait(20)
+    hold_reader(experts, leave)
     experts.use(0, 1, ahead=[4, 5])
     experts.use(0, 1)
     leave.set()
@@ -79,8 +90,7 @@ def test_a_guess_that_is_needed_waits_behind_no_other_one(guessing):
         fill(wanted, target)
 
     experts.offloader.source.read = read
-    holding = experts.offloader.pool.submit(Ticket([lambda: leave.wait(20)]))
-    assert holding.started.wait(20)
+    hold_reader(experts, leave)
     experts.use(0, ahead=[3, 4, 5])
     asking = threading.Thread(target=lambda: experts.use(5), daemon=True)
     used = experts.cache.guesses
