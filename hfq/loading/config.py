@@ -67,7 +67,8 @@ class HfqConfig(QuantizationConfigMixin):
             `"auto"` (default) maps aligned tensors on a local file system, except under a DeepSpeed config,
             and reads the others. It reads them into shared memory if a launcher started several processes.
         disk_io: Read path for weights on disk. `"direct"` bypasses the page cache, and `"buffered"` uses it.
-            `"auto"` (default) uses the page cache if they all fit in half of the available memory.
+            `"auto"` (default) uses the page cache if they all fit in half of the available memory that
+            mapped weights leave.
         disk_checksum: Compares weights read from disk with checksums that are computed during the load, which
             reads every weight once. `"off"` (default) skips the check, `"first"` checks the first read of
             each unit, and `"always"` checks every read.

@@ -345,7 +345,8 @@ class ModelLoader(LoadState):
         read_ahead, caches = self._read_ahead_nbytes(), self._cache_limits(experts)
         threads = max(OffloadOptions.threads, self.read_report.threads)  # a network file system uses more
         mode, verify, routed = self.config.disk_io, self.config.disk_checksum, routed_experts(self.model)
-        return OffloadOptions(mode, verify, threads, caches, routed, read_ahead)
+        mapped = self.read_report.mapped
+        return OffloadOptions(mode, verify, threads, caches, routed, read_ahead, mapped)
 
     def _cache_limits(self, experts: Sequence[QuantizedModule]) -> dict[torch.device | None, int]:
         """Returns the bytes of the expert cache on each device."""

@@ -37,8 +37,9 @@ class Source:
 
     `"direct"` reads bypass the page cache: memory stays bounded, and the disk reaches its full speed.
     `"buffered"` reads fill the page cache, so that a later pass finds the bytes there. `"auto"` is buffered
-    if all offloaded bytes fit into half of the memory that is available when a pass begins, and direct
-    otherwise.
+    if all offloaded bytes fit into half of the memory that is available when a pass begins, without that of
+    mapped weights, and direct otherwise. Mapped weights are in the page cache too, and more reads would evict
+    them.
 
     Args:
         reader: The checkpoint's reader.
@@ -49,6 +50,7 @@ class Source:
             chunk), or `"always"`.
         names: The files with offloaded bytes. If one does not support direct reads, a warning says that reads
             are buffered.
+        mapped_nbytes: The bytes of the weights that are mapped, which `available_memory` counts as available.
 
     Attributes:
         mode: Mode of the current pass.
@@ -59,11 +61,17 @@ class Source:
     """
 
     def __init__(
-        self, reader: Reader, asked: str, nbytes: int, verify: str = "off", names: Collection[str] = ()
+        self,
+        reader: Reader,
+        asked: str,
+        nbytes: int,
+        verify: str = "off",
+        names: Collection[str] = (),
+        mapped_nbytes: int = 0,
     ) -> None:
         self.reader, self.files = reader, DirectFiles(reader)
         self._asked = asked
-        self._nbytes = nbytes
+        self._nbytes, self._mapped_nbytes = nbytes, mapped_nbytes
         self._verify = verify
         self._sums: dict[ByteRange, int] = {}
         self._lock, self._copying = threading.Lock(), threading.Semaphore(_BUFFERED_AT_ONCE)
@@ -77,7 +85,7 @@ class Source:
         """Chooses the mode of the next pass."""
         if self._asked == "auto":
             available = available_memory()
-            fits = available is None or self._nbytes <= available * _SHARE_OF_MEMORY
+            fits = available is None or self._nbytes <= (available - self._mapped_nbytes) * _SHARE_OF_MEMORY
             self.mode = "buffered" if fits else "direct"
         else:
             self.mode = "direct" if self._asked == "direct" else "buffered"

@@ -73,6 +73,7 @@ class OffloadOptions:
         routed_experts: The number of experts that a token is routed to. They have memory also where the cache
             is smaller, so that they are read together.
         read_ahead_nbytes: The most bytes read ahead beyond the next unit, if units are small.
+        mapped_nbytes: The bytes of the model's mapped weights, which the page cache must keep.
     """
 
     mode: str = "auto"
@@ -81,6 +82,7 @@ class OffloadOptions:
     expert_caches: Mapping[torch.device | None, int] = field(default_factory=dict)
     routed_experts: int = 2
     read_ahead_nbytes: int = READ_AHEAD_NBYTES
+    mapped_nbytes: int = 0
 
 
 class Offloader:
@@ -134,7 +136,7 @@ class Offloader:
         read = {run.source.file for layout in self.layouts for run in layout.runs}
         names = sorted(read.union(info.range.file for info in on_disk))
         nbytes = self.pass_nbytes + sum(info.nbytes for info in on_disk)
-        self.source = Source(reader, options.mode, nbytes, options.verify, names)
+        self.source = Source(reader, options.mode, nbytes, options.verify, names, options.mapped_nbytes)
         on_disk += [info for unit in units for info in unit.infos if pinned is None or info not in pinned]
         self._files = sorted({info.range.file for info in on_disk})
         self.pool = Pool(options.threads)

@@ -299,18 +299,21 @@ def test_what_is_recorded_is_not_counted_as_streamed(source):
 
 
 @pytest.mark.parametrize(
-    ("asked", "available", "mode"),
+    ("asked", "available", "mapped", "mode"),
     [
-        ("auto", 200, "buffered"),
-        ("auto", 199, "direct"),
-        ("auto", None, "buffered"),
-        ("direct", 10**9, "direct"),
-        ("buffered", 0, "buffered"),
+        ("auto", 200, 0, "buffered"),
+        ("auto", 199, 0, "direct"),
+        ("auto", 250, 50, "buffered"),
+        ("auto", 249, 50, "direct"),
+        ("auto", 40, 50, "direct"),
+        ("auto", None, 50, "buffered"),
+        ("direct", 10**9, 0, "direct"),
+        ("buffered", 0, 0, "buffered"),
     ],
 )
-def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, available, mode):
+def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, available, mapped, mode):
     monkeypatch.setattr("hfq.offload.byte_source.available_memory", lambda: available)
-    made = Source(source("off")[0].reader, asked, 100)
+    made = Source(source("off")[0].reader, asked, 100, mapped_nbytes=mapped)
     assert made.mode == mode
     if asked == "auto":
         monkeypatch.setattr("hfq.offload.byte_source.available_memory", lambda: 10**9)
