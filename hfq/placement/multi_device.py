@@ -28,6 +28,9 @@ __all__ = ["plan_accelerators"]
 _EVEN = (1, 1.1, 1.25, 1.5, 2, 3, math.inf)
 """Sizes of the parts that are tried in turn, as multiples of an even part."""
 
+_MOST_SHORTER = 3
+"""Number of shorter parts that are tried after the longest one."""
+
 
 def plan_accelerators(
     units: Sequence[Unit],
@@ -246,32 +249,38 @@ class _Parts:
         return divide(limits)
 
     def _divide(
-        self, devices: Sequence[str], limits: Sequence[float], cost: Callable[[_Part], float], start: int = 0
+        self, devices: Sequence[str], limits: Sequence[float], cost: Callable[[_Part], float]
     ) -> list[_Part] | None:
         """Returns possible parts, each of at most this cost; None if groups are left.
 
-        Each part is the longest one, or the longest after which another accelerator can begin: none can keep
-        a large head as its first unit.
+        Each part is the longest one, or one of the next shorter ones after which another accelerator can
+        begin: none can keep a large head as its first unit.
         """
-        if start == len(self.groups):
-            return []
-        if not devices:
-            return None
 
         def fits(place: int, start: int, end: int) -> bool:
             return cost(_Part(devices[place], start, end)) <= limits[place]
 
-        longest, most = start, len(self.groups)
-        while longest < most:
-            end = (longest + most + 1) // 2
-            longest, most = (end, most) if fits(0, start, end) else (longest, end - 1)
-        others = range(1, len(devices))
-        ends = (end for end in range(longest - 1, start, -1) if any(fits(i, end, end + 1) for i in others))
-        for end in dict.fromkeys((longest, next(ends, longest))):
-            rest = self._divide(devices[1:], limits[1:], cost, end)
-            if rest is not None:
-                return [_Part(devices[0], start, end), *rest] if end > start else rest
-        return None
+        @functools.cache
+        def divide(place: int, start: int) -> list[_Part] | None:
+            if start == len(self.groups):
+                return []
+            if place == len(devices):
+                return None
+            longest, most = start, len(self.groups)
+            while longest < most:
+                end = (longest + most + 1) // 2
+                longest, most = (end, most) if fits(place, start, end) else (longest, end - 1)
+            others = range(place + 1, len(devices))
+            ends = (
+                end for end in range(longest - 1, start, -1) if any(fits(i, end, end + 1) for i in others)
+            )
+            for end in (longest, *itertools.islice(ends, _MOST_SHORTER)):
+                rest = divide(place + 1, end)
+                if rest is not None:
+                    return [_Part(devices[place], start, end), *rest] if end > start else rest
+            return None
+
+        return divide(0, 0)
 
     def alone(self) -> Budget | Shortage:
         """Returns the budget of the largest accelerator alone, or why there is none."""

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hfq.errors import PlacementError
@@ -223,6 +223,7 @@ def divisions(units, limits):
     st.lists(st.floats(0.1, 0.9), min_size=1, max_size=3),
     st.none() | st.floats(0, 2),
 )
+@example(with_head(4, 6, 19, 27, True), [0.25, 0.125, 0.125], None)
 def test_no_device_has_room_for_a_unit_that_is_on_a_slower_one(units, shares, cpu):
     total = sum(unit.nbytes for unit in units)
     limits = {f"xpu:{index}": int(total * share) for index, share in enumerate(shares)}
