@@ -236,16 +236,25 @@ class _Parts:
         def divide(limits: Sequence[float]) -> list[_Part] | None:
             return self._divide(devices, limits, self.offloaded_nbytes)
 
-        def is_enough(index: int, limit: float) -> bool:
-            return divide([*limits[:index], limit, *limits[index + 1 :]]) is not None
-
         sizes = [sum(unit.nbytes for unit in group) for group in self.groups]
         layers = [size for group, size in zip(self.groups, sizes, strict=True) if _blocks(group)]
         step = max(1, min(layers, default=1) // 2)
         most = _least(sum(sizes), step, lambda limit: divide([limit] * len(devices)) is not None)
         limits = [most] * len(devices)
-        for index in range(len(devices)):  # the first ones may need less than the most
-            limits[index] = _least(most, step, functools.partial(is_enough, index))
+        found = divide(limits)
+        if found is None:
+            return None
+
+        def is_enough(index: int, limit: float) -> bool:
+            parts = divide([*limits[:index], limit, *limits[index + 1 :]])
+            return parts is not None and len(parts) <= len(found)
+
+        for index, device in enumerate(devices):  # the first ones may need less than the most
+            limit = _least(most, step, functools.partial(is_enough, index))
+            while limit >= 0 and is_enough(index, limit):  # a norm is less than a step
+                limits[index] = limit
+                parts = divide(limits) or found
+                limit = sum(self.offloaded_nbytes(part) for part in parts if part.device == device) - 1
         return divide(limits)
 
     def _divide(

@@ -224,6 +224,7 @@ def divisions(units, limits):
     st.none() | st.floats(0, 2),
 )
 @example(with_head(4, 6, 19, 27, True), [0.25, 0.125, 0.125], None)
+@example(with_head(16, 3, 135, 117), [0.5, 0.109375], None)
 def test_no_device_has_room_for_a_unit_that_is_on_a_slower_one(units, shares, cpu):
     total = sum(unit.nbytes for unit in units)
     limits = {f"xpu:{index}": int(total * share) for index, share in enumerate(shares)}
