@@ -162,6 +162,7 @@ def test_a_signal_to_hfq_is_handed_to_the_program():
 def test_a_signal_of_a_terminal_reaches_the_program_once(is_closed, expected):
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, around the tests, would ignore it
         os.execve(sys.executable, [*LAUNCH, sys.executable, "-c", COUNT], programs.environment())
     shown = b""
     until = time.monotonic() + 30
