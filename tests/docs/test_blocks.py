@@ -64,6 +64,7 @@ STAND_INS = {
     "tiny-llama": "tiny-llama",
     "path/to/floats": "tiny-llama",
     "path/to/small": "tiny-llama-gptq",
+    "path/to/checkpoint": "tiny-llama-gptq",
 }
 """The names of checkpoints on the pages, and which of tests/data they are; MODEL depends on the page."""
 
