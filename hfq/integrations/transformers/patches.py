@@ -62,6 +62,7 @@ from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.scatter import described_folder
 from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.integrations.hub.gguf_files import download_gguf
+from hfq.integrations.transformers.attention import register_attention
 from hfq.integrations.transformers.interpreter import pausing_collection
 from hfq.integrations.transformers.launched_loads import applying_launch_options
 from hfq.integrations.transformers.load_lock import one_load
@@ -87,7 +88,8 @@ _pool_process = os.getpid()  # the process in which torch's thread pool was made
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Applies patches 1, 3, and 5 to 10, and patch 2 for model classes."""
+    """Applies patches 1, 3, and 5 to 10, and 2 for model classes; registers hfq's attention."""
+    register_attention()
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
