@@ -3,8 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from hfq.errors import SetupError
 from hfq.formats.fp8 import Fp8
 from hfq.integrations.transformers.attention import NAME
 from hfq.loading.config import HfqConfig
@@ -86,7 +95,9 @@ def test_a_compiled_model_keeps_the_attention_of_sdpa(load):
     model = load(attention=NAME)
     expected = load()(PROMPT[:, :1]).logits
     with torch.no_grad():
-        assert torch.equal(torch.compile(model, backend="eager")(PROMPT[:, :1]).logits, expected)
+        assert torch.equal(
+            torch.compile(model, backend="eager", fullgraph=True)(PROMPT[:, :1]).logits, expected
+        )
 
 
 def test_a_model_whose_heads_have_their_own_keys_gets_no_mask(calls):
@@ -99,3 +110,34 @@ def test_a_model_whose_heads_have_their_own_keys_gets_no_mask(calls):
         generate(LlamaForCausalLM(config).eval())
     assert {grouped for _, grouped in calls} == {False}
     assert {shape[0] for shape, _ in calls} == {4}
+
+
+def test_a_model_whose_code_depends_on_the_name_is_refused():
+    config = DeepseekV32Config(
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        vocab_size=64,
+    )
+    config._attn_implementation = NAME
+    model = DeepseekV32ForCausalLM(config).eval()
+    with torch.no_grad():
+        with pytest.raises(SetupError, match=r"named sdpa(.|\n)*Fix: Call model.set_attn_implementation"):
+            model(PROMPT)
+        model.set_attn_implementation("sdpa")
+        assert model(PROMPT).logits.isfinite().all()
+
+
+def test_a_model_with_attention_sinks_is_refused_by_transformers():
+    config = GptOssConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64)
+    with pytest.raises(ValueError, match="does not support"):
+        GptOssForCausalLM._from_config(config, attn_implementation=NAME)

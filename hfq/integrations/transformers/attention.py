@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from hfq.errors import SetupError
 
 __all__ = ["NAME", "register_attention"]
 
@@ -18,6 +24,10 @@ NAME = "hfq_sdpa"
 
 _OPTIONS = ("cache", "position_bias", "softcap")
 """Options of `sdpa` that change the scores, or where keys are."""
+
+
+_COMPARISON = re.compile(r"""_attn_implementation\b[^\n]*["']sdpa["']""")
+"""Source of a model that treats `sdpa` differently from other implementations."""
 
 
 def register_attention() -> None:
@@ -51,7 +61,18 @@ def packed_attention(
         dropout: Probability of dropping a score.
         scaling: Factor of the scores; None for the inverse root of the width.
         **options: Other arguments of `sdpa`.
+
+    Raises:
+        SetupError: The model's code depends on the name of the implementation, as DeepSeek-V3.2's does. With
+            another name it would leave a mask out.
     """
+    if _names_sdpa(type(module).__module__):
+        raise SetupError(
+            f"{type(module).__name__} computes something else unless the attention is named sdpa.",
+            expected='attn_implementation="sdpa"',
+            found=f'attn_implementation="{NAME}"',
+            fix='Call model.set_attn_implementation("sdpa").',
+        )
     is_one_token = query.is_cpu and query.shape[2] == 1 and key.shape[1] < query.shape[1]
     is_plain = attention_mask is None and not any(options.get(name) is not None for name in _OPTIONS)
     if not is_one_token or not is_plain or is_compiling():
@@ -61,3 +82,17 @@ def packed_attention(
     packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     output = F.scaled_dot_product_attention(packed, key, value, dropout_p=dropout, scale=scaling)
     return output.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
+
+
+@assume_constant_result
+def _names_sdpa(module: str) -> bool:
+    """Returns True if the source of a Python module compares the implementation with `sdpa`."""
+    return _compares(module)
+
+
+@functools.cache
+def _compares(module: str) -> bool:
+    try:
+        return bool(_COMPARISON.search(inspect.getsource(sys.modules[module])))
+    except (KeyError, OSError, TypeError):  # a class without a file
+        return False
