@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import textwrap
 from abc import ABC, abstractmethod
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from hfq.output_file import write_output_file
 
 __all__ = ["Displayed", "Report", "ReportChart", "Table", "Target", "as_rate", "as_size", "draw_chart"]
 
@@ -155,8 +158,8 @@ class Report:
         """Writes `name`.md, `name`.json and, if matplotlib is installed, `name`.png."""
         folder.mkdir(parents=True, exist_ok=True)
         plot = f"{name}.png" if draw_chart(self.chart, self.facts, folder / f"{name}.png") else None
-        (folder / f"{name}.md").write_text(self.to_markdown(plot), encoding="utf-8")
-        (folder / f"{name}.json").write_text(self.to_json() + "\n", encoding="utf-8")
+        write_output_file(folder / f"{name}.md", self.to_markdown(plot))
+        write_output_file(folder / f"{name}.json", self.to_json() + "\n")
 
 
 def as_rate(rate: float | None) -> str:
@@ -188,5 +191,7 @@ def draw_chart(chart: ReportChart, facts: Mapping[str, str], file: Path) -> bool
     width = int(figure.get_size_inches()[0] * 17)  # letters of 6 points
     said = [facts[name] for name in ("model", "models", "processor", "date") if name in facts]
     figure.suptitle(textwrap.fill(" · ".join(said), width, max_lines=3), fontsize=6, color="gray")
-    figure.savefig(file, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_output_file(file, picture.getvalue())
     return True

@@ -93,11 +93,12 @@ def evaluate(
 ) -> None:
     """Measures perplexity, divergence, bits per weight, size, and time of checkpoints."""
     from hfq.evaluation.evaluate import evaluate
+    from hfq.output_file import check_output_file
 
     parse_device_map(device_map)
     check_dtype(dtype)
     if output_dir is not None:
-        output_dir.mkdir(parents=True, exist_ok=True)  # before minutes of forward passes
+        check_output_file(output_dir / "evaluation.json")  # before minutes of forward passes
     folders = [model_folder(model, revision) for model in models]
     names = dict(zip(folders, models, strict=True))
     known = None if reference is None else model_folder(reference, reference_revision, "--reference-revision")

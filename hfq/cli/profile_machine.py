@@ -45,18 +45,19 @@ def profile_machine(
 
     from hfq.loading.dry_run import open_model
     from hfq.machine_profile.measure_machine import default_folder, measure_machine
+    from hfq.output_file import check_output_file, write_output_file
     from hfq.placement.estimate.profile import profile_path
 
     target = output_file or profile_path()
     is_written = not quick or output_file is not None
     if is_written:
-        target.parent.mkdir(parents=True, exist_ok=True)  # before minutes of measurements
+        check_output_file(target)  # before minutes of measurements
     logging.disable_progress_bar()  # transformers would show the load of each measured model
     with contextlib.nullcontext() if model is None else model_headers(model, revision) as found:
         planned = None if found is None else open_model(found.folder)
         profile = measure_machine(folder or default_folder(), _say, planned, quick, num_processes)
     if is_written:
-        target.write_text(profile.to_json(), encoding="utf-8")
+        write_output_file(target, profile.to_json())
     if as_json:
         print(profile.to_json())
     else:

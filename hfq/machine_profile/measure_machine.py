@@ -199,23 +199,30 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".hfq-calibrate-")
     except OSError as error:
-        raise SetupError(
-            "The disk cannot be measured.",
-            file=folder,
-            expected="a writable folder",
-            found=error.strerror,
-            fix="Pass --folder with a writable folder on the disk that holds your checkpoints.",
-        ) from error
+        raise _unmeasurable(folder, nbytes, error) from error
     file = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            block = os.urandom(16 << 20)
-            for start in range(0, nbytes, len(block)):
-                stream.write(block[: nbytes - start])
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                block = os.urandom(16 << 20)
+                for start in range(0, nbytes, len(block)):
+                    stream.write(block[: nbytes - start])
+        except OSError as error:
+            raise _unmeasurable(folder, nbytes, error) from error
         drop_cache([file])
         yield file
     finally:
         file.unlink()
+
+
+def _unmeasurable(folder: Path, nbytes: int, error: OSError) -> SetupError:
+    return SetupError(
+        "The disk cannot be measured.",
+        file=folder,
+        expected=f"a writable folder with {nbytes:,} bytes free",
+        found=error.strerror or error,
+        fix="Pass --folder with a writable folder on the disk that holds your checkpoints.",
+    )
 
 
 def _device_facts() -> dict[str, str]:

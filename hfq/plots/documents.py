@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfq.errors import SetupError
+from hfq.output_file import write_output_file
 from hfq.plots.benches import bench_section
 from hfq.plots.drawing import draw_png
 from hfq.plots.fields import Fields, read_json
@@ -80,7 +81,7 @@ def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in made.items():
-            (out / name).write_bytes(content)
+            write_output_file(out / name, content)
     except OSError as error:
         raise SetupError(
             "The charts cannot be written.",

@@ -18,6 +18,7 @@ from hfq.loading.loaded_model import loader_of
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.experts.simulated_cache import hit_rate
+from hfq.output_file import write_output_file
 
 __all__ = ["Call", "Routing", "record_routing"]
 
@@ -93,10 +94,14 @@ class Routing:
         return f"the routing of {sum(len(rows) for module, rows in self.calls if module == 0)} tokens"
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the recording as JSON."""
+        """Writes the recording as JSON.
+
+        Raises:
+            SetupError: The file cannot be written. An old file keeps its content.
+        """
         content = {"kind": _KIND, "modules": self.modules, "experts": self.experts, "nbytes": self.nbytes}
         text = json.dumps({**content, "calls": self.calls}, separators=(",", ":"))
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_output_file(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Routing:

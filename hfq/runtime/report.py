@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,7 @@ from hfq.modules.linear import QuantizedLinear
 from hfq.offload.host_memory import huge_page_nbytes
 from hfq.offload.offloader import Offloader
 from hfq.offload.read_limit import measure_limit
+from hfq.output_file import write_output_file
 from hfq.placement.plan import ModuleDevice, Plan
 from hfq.runtime.predicted_speed import SpeedReport, report_speed
 from hfq.runtime.record_routing import Routing
@@ -159,8 +159,12 @@ class Report(Displayed):
         }
 
     def save(self, file: str | os.PathLike) -> None:
-        """Writes the report as JSON."""
-        Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """Writes the report as JSON.
+
+        Raises:
+            SetupError: The file cannot be written. An old file keeps its content.
+        """
+        write_output_file(file, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def _table(self) -> Table:
         rows = [(each.device, f"{each.nbytes:,}", f"{each.onloaded_nbytes:,}") for each in self.devices]

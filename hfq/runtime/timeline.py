@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hfq.loading.model_loader import ModelLoader
 from hfq.offload.chrome_trace import chrome_trace
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
+from hfq.output_file import write_output_file
 from hfq.runtime.predicted_speed import takes_tokens
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
@@ -41,8 +41,12 @@ class Timeline:
         return {"units": list(self.units), "spans": [asdict(span) for span in self.spans]}
 
     def save_trace(self, path: str | os.PathLike) -> None:
-        """Writes all spans as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens."""
-        Path(path).write_text(json.dumps(chrome_trace(self.spans)) + "\n", encoding="utf-8")
+        """Writes all spans as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens.
+
+        Raises:
+            SetupError: The file cannot be written. An old file keeps its content.
+        """
+        write_output_file(path, json.dumps(chrome_trace(self.spans)) + "\n")
 
 
 @contextlib.contextmanager

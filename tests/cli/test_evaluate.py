@@ -89,3 +89,10 @@ def test_compare_of_what_cannot_be_compared_ends_with_2(arguments):
     done = run(*arguments)
     assert done.exit_code == 2
     assert "Fix:" in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("hfq.evaluation.evaluate.evaluate", lambda *_, **__: pytest.fail("it was evaluated"))
+    (tmp_path / "evaluation.json").mkdir()
+    done = run("evaluate", GPTQ, "--text", text, "--output-dir", tmp_path)
+    assert "found: Is a directory" in str(done.exception)

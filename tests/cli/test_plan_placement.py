@@ -1,6 +1,8 @@
 """`hfq plan MODEL`: tables, JSON, files, and errors. Its bytes: tests/loading/test_dry_run.py."""
 
+import errno
 import json
+import os
 
 import pytest
 import yaml
@@ -293,3 +295,16 @@ def test_a_rounded_head_is_counted_and_said():
     assert 'HfqConfig(quantize_output_head="fp8")' in rounded["files"]["load.py"]
     for others in (["--zero-stage", "3"], ["--suggest-format", "1GB"]):
         assert "--quantize-output-head" in str(run("--quantize-output-head", "fp8", *others).exception)
+
+
+def test_a_full_disk_leaves_the_files_of_an_earlier_plan(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "load.py").write_text("old")
+    monkeypatch.setattr(os, "replace", fail)
+    done = run("--cpu", "1GB", "--output-dir", tmp_path)
+    assert isinstance(done.exception, SetupError)
+    assert "found: No space left on device" in str(done.exception)
+    assert os.listdir(tmp_path) == ["load.py"]
+    assert (tmp_path / "load.py").read_text() == "old"

@@ -294,6 +294,8 @@ def _describe(hardware: Hardware, options: PlanOptions) -> dict[str, Any]:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    from hfq.output_file import check_output_file, write_output_file
+
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        check_output_file(folder / name)
+        write_output_file(folder / name, text)

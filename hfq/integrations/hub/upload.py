@@ -9,6 +9,7 @@ from typing import Any
 
 from hfq.checkpoint.index import HUB_ID
 from hfq.errors import CheckpointError, SetupError
+from hfq.output_file import write_output_file
 
 __all__ = ["create_repository", "upload_checkpoint"]
 
@@ -61,7 +62,7 @@ def upload_checkpoint(folder: str | os.PathLike, repo: str, base_model: str | No
     from huggingface_hub import HfApi
 
     card = Path(folder, _CARD)
-    card.write_text(_card(Path(folder), base_model), encoding="utf-8")
+    write_output_file(card, _card(Path(folder), base_model))
     try:
         HfApi().upload_folder(
             repo_id=repo, folder_path=os.fspath(folder), commit_message="Add a checkpoint of hfq"
