@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from hfq.checkpoint.cgroups import cgroup_folders, read_lines
 
 __all__ = ["available_memory", "cgroup_limit"]
 
@@ -51,57 +52,20 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
 
 def _limits(root: Path) -> Iterator[tuple[int, int, dict[str, int], _Files]]:
     """Yields (limit, usage, statistics, file names) of each cgroup with a memory limit."""
-    for folder, files in _memory_cgroups(root):
+    for folder, is_v1 in cgroup_folders("memory", root):
+        files = _V1 if is_v1 else _V2
         limit, usage = _read_number(folder / files.limit), _read_number(folder / files.usage)
         if limit is not None and usage is not None:
             yield limit, usage, _read_fields(folder / "memory.stat"), files
 
 
-@functools.cache
-def _memory_cgroups(root: Path) -> tuple[tuple[Path, _Files], ...]:
-    """Returns the folders of the cgroups above this process, with their file names.
-
-    They are looked up once: a pass over offloaded weights asks for the available memory, and a process rarely
-    moves to another cgroup.
-    """
-    paths = dict[str, str]()
-    for line in _read_lines(root / "proc/self/cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "" or "memory" in controllers.split(","):
-            paths["v1" if controllers else "v2"] = path
-    found = list[tuple[Path, _Files]]()
-    for line in _read_lines(root / "proc/self/mountinfo"):
-        fields, _, kind = line.partition(" - ")
-        columns, kinds = fields.split(), kind.split()
-        if len(columns) < 5 or len(kinds) < 3:
-            continue
-        is_v1 = kinds[0] == "cgroup" and "memory" in kinds[2].split(",")
-        version = "v1" if is_v1 else "v2" if kinds[0] == "cgroup2" else ""
-        if version in paths:
-            mount = root / columns[4].lstrip("/")
-            below = PurePosixPath(paths[version])
-            is_below = below.is_relative_to(columns[3])
-            parts = below.relative_to(columns[3]).parts if is_below else ()
-            folders = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
-            found += [(folder, _V1 if is_v1 else _V2) for folder in folders]
-    return tuple(found)
-
-
-def _read_lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def _read_number(file: Path) -> int | None:
     """Returns the number in a file; None if it cannot be read, or says `max`."""
-    text = "".join(_read_lines(file)).strip()
+    text = "".join(read_lines(file)).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _read_fields(file: Path) -> dict[str, int]:
     """Returns the lines `name number …` of a file."""
-    pairs = [line.split()[:2] for line in _read_lines(file)]
+    pairs = [line.split()[:2] for line in read_lines(file)]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}

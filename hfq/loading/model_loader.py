@@ -25,6 +25,7 @@ from transformers.utils import logging
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.read_plan import ReadPlan
 from hfq.formats.configs.source_config import source_config
+from hfq.kernels.cpu.thread_limit import warn_of_threads
 from hfq.loading.automatic_map import gather_units, plan_map, routed_experts
 from hfq.loading.config import HfqConfig
 from hfq.loading.config_checks import check_buffers
@@ -282,6 +283,8 @@ class ModelLoader(LoadState):
                 type(self.model).__name__,
                 ", ".join(self.match.unused[:20]),
             )
+        if self.main == "cpu" or "cpu" in self.devices.values():
+            warn_of_threads()
         self.load_seconds = time.perf_counter() - self._started
         self._log_summary()
 

@@ -8,6 +8,8 @@ import os
 import platform
 from pathlib import Path
 
+from hfq.checkpoint.cgroups import cpu_count
+
 __all__ = ["machine_facts"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
@@ -24,7 +26,7 @@ def machine_facts(folder: Path) -> dict[str, str]:
     versions = [f"hfq {__version__}", f"Python {platform.python_version()}", *map(_version, _PACKAGES)]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": f"{_processor()}, {_cores()} cores for this process",
+        "processor": f"{_processor()}, {cpu_count()} cores for this process",
         "memory": f"{_total_memory() / 1e9:.1f} GB",
         "system": f"{platform.system()} {platform.release()}, {_file_system(folder)} file system",
         "versions": ", ".join(versions),
@@ -43,10 +45,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _total_memory() -> int:

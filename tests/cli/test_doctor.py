@@ -74,6 +74,15 @@ def test_it_tells_what_is_here_and_names_nobody(tmp_path):
     assert str(Path.home()) not in block
 
 
+def test_threads_above_the_quota_of_a_control_group_are_a_warning(monkeypatch):
+    monkeypatch.setattr("hfq.kernels.cpu.thread_limit.cpu_quota", lambda: 0.5)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    told = [finding for finding in findings() if "quota" in finding["text"]]
+    assert [(finding["status"], finding["fix"]) for finding in told] == [
+        ("warning", "export OMP_NUM_THREADS=1")
+    ]
+
+
 def test_what_is_missing_for_a_kernel_is_told_of_that_kernel(monkeypatch, tmp_path):
     """A compiler that is not there stops nothing but the kernel that it would compile."""
     monkeypatch.setenv("HFQ_DISABLE_CPP", "0")

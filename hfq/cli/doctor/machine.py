@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def device_findings() -> Iterator[Finding]:
     """Yields the accelerators that torch finds, with their memory."""
     import torch
 
+    from hfq.kernels.cpu.thread_limit import threads_above_quota
     from hfq.kernels.cuda.libraries import capability_of
     from hfq.kernels.registry import KERNELS
     from hfq.placement.accelerators import accelerator_kind, describe_accelerator, list_accelerators
@@ -68,6 +70,14 @@ def device_findings() -> Iterator[Finding]:
     yield Finding(
         "devices", "ok", f"CPU: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     )
+    above = threads_above_quota()
+    if above is not None:
+        yield Finding(
+            "devices",
+            "warning",
+            f"{above[0]} threads compute on a quota of {above[1]:g} CPUs, which a control group sets",
+            f"export OMP_NUM_THREADS={math.ceil(above[1])}",
+        )
 
 
 def kernel_findings() -> Iterator[Finding]:
