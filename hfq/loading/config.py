@@ -74,7 +74,8 @@ class HfqConfig(QuantizationConfigMixin):
             each unit, and `"always"` checks every read.
         expert_cache_size: Memory for offloaded experts that stay on each execution device after use: bytes as
             an int, or text with a unit such as `"4GiB"`. The experts that a token is routed to have memory
-            also where this is less. None (default) uses the memory that an automatic device map leaves free,
+            also where this is less; on the CPU, those of two layers, so that one is read while the other
+            computes. None (default) uses the memory that an automatic device map leaves free,
             else what the accelerator has free or a tenth of the host's memory. On an accelerator, room for
             the KV cache and the activations of 2048 tokens is left out.
         execute_cpu_layers_on: Device that computes quantized layers on the CPU if there is an accelerator.

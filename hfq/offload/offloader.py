@@ -71,7 +71,7 @@ class OffloadOptions:
         threads: Number of reader threads.
         expert_caches: The bytes of routed experts that are kept on each device.
         routed_experts: The number of experts that a token is routed to. They have memory also where the cache
-            is smaller, so that they are read together.
+            is smaller, so that they are read together; on the CPU, those of the next layer have memory too.
         read_ahead_nbytes: The most bytes read ahead beyond the next unit, if units are small.
         mapped_nbytes: The bytes of the model's mapped weights, which the page cache must keep.
     """

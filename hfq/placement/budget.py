@@ -23,6 +23,7 @@ __all__ = [
     "default_cache_nbytes",
     "find_budget",
     "layer_buffer_nbytes",
+    "layers_onloaded",
     "least_cache_nbytes",
     "plan_devices",
     "store_units",
@@ -129,13 +130,12 @@ class Budget:
                 experts[device] += unit.nbytes
         read_ahead = self.read_ahead_nbytes() if self.buffers else 0
         left = replace(budget, expert_caches={}).headroom()
-        least = least_cache_nbytes(units)
         caches = {
             device: default_cache_nbytes(
                 left.get(device, 0) - read_ahead,
                 nbytes,
                 host_nbytes if device == "cpu" else context_nbytes,
-                least,
+                least_cache_nbytes(units, device),
             )
             for device, nbytes in experts.items()
         }
@@ -192,19 +192,34 @@ def plan_devices(
             holds nothing.
         main: Execution device: `"cpu"`, or the accelerator.
         expert_cache_nbytes: Bytes of the cache for routed experts on the execution device, used if experts
-            are offloaded. The experts that a token is routed to have memory also where this is less.
+            are offloaded. It is at least `least_cache_nbytes`.
 
     Raises:
         PlacementError: Not even the smallest placement fits; `fix` names limits that do.
     """
     everything = {main: sum(unit.nbytes for unit in units)}
-    cache = max(expert_cache_nbytes, least_cache_nbytes(units))
+    cache = max(expert_cache_nbytes, least_cache_nbytes(units, main))
     return find_budget(capacities, lambda limits: _plan(units, limits, main, cache), everything)
 
 
-def least_cache_nbytes(units: Iterable[Unit]) -> int:
-    """Returns the bytes of the experts that a token is routed to in the largest layer."""
-    return max((unit.routed_nbytes for unit in units), default=0)
+def layers_onloaded(device: str) -> int:
+    """Returns the number of layers whose routed experts have memory at the same time.
+
+    While the experts of a layer compute on the CPU, those of the next one are read ahead. Where an
+    accelerator computes, no expert is read ahead of its router.
+
+    Args:
+        device: The execution device, or its type.
+    """
+    return 2 if device == "cpu" else 1
+
+
+def least_cache_nbytes(units: Iterable[Unit], device: str) -> int:
+    """Returns the least bytes of the expert cache of an execution device.
+
+    They hold the experts that a token is routed to in the largest layer, for each of `layers_onloaded`.
+    """
+    return layers_onloaded(device) * max((unit.routed_nbytes for unit in units), default=0)
 
 
 def default_cache_nbytes(left: int, experts_nbytes: int, context_nbytes: int, least_nbytes: int) -> int:
@@ -214,7 +229,7 @@ def default_cache_nbytes(left: int, experts_nbytes: int, context_nbytes: int, le
         left: Bytes of the device besides weights, offload buffer, and read-ahead.
         experts_nbytes: Bytes of the offloaded experts that it computes.
         context_nbytes: Bytes of its KV cache and activations.
-        least_nbytes: Bytes of the experts that a token is routed to.
+        least_nbytes: The least bytes of the cache.
     """
     return max(least_nbytes, min(left - context_nbytes, experts_nbytes))
 

@@ -68,7 +68,8 @@ def plan_accelerators(
         PlacementError: The model does not fit; `fix` names limits that do.
     """
 
-    cache = max(expert_cache_nbytes, least_cache_nbytes(units))
+    first = next(device for device in capacities if device not in ("cpu", "disk"))
+    cache = max(expert_cache_nbytes, least_cache_nbytes(units, first))
 
     def plan(limits: Mapping[str, int]) -> Budget | Shortage:
         parts = _Parts(_group(units), limits, cache, layer_nbytes, device_nbytes)
@@ -87,7 +88,6 @@ def plan_accelerators(
         alone = parts.alone()
         return shortages[0] if isinstance(alone, Shortage) and shortages else alone
 
-    first = next(device for device in capacities if device not in ("cpu", "disk"))
     blocks = sum(unit.kind == "block" for unit in units)
     needed = sum(unit.nbytes for unit in units) + layer_nbytes * blocks + device_nbytes
     return find_budget(capacities, plan, {first: needed})

@@ -105,12 +105,11 @@ def test_drafted_tokens_are_planned_for_one_sequence_on_one_device(options):
 
 
 def test_recorded_routing_gives_the_hits_of_the_expert_cache(tmp_path):
-    scheme = moe_models.BY_EXPERT
-    path = moe_models.write(scheme, moe_models.is_quantized(scheme)).save(tmp_path / "model")
+    path = moe_models.save_wide(tmp_path / "model", num_experts=16)
     modules = [f"model.layers.{layer}.mlp.experts" for layer in range(moe_models.LAYERS)]
-    experts, calls = [moe_models.EXPERTS] * 2, [(layer % 2, [[0, 1]]) for layer in range(40)]
+    experts, calls = [16] * 2, [(layer % 2, [[0, 1]]) for layer in range(40)]
     Routing(modules, experts, [9, 9], calls).save(tmp_path / "routing.json")
-    limits = [str(path), "--cpu", "150kB", "--max-model-len", "16"]
+    limits = [str(path), "--cpu", "250kB", "--max-model-len", "16"]
 
     def plan(*more):
         return CliRunner().invoke(app, ["plan", *limits, *map(str, more)], env={"COLUMNS": "160"})

@@ -81,11 +81,11 @@ def test_a_load_that_maps_more_than_there_is_says_so(leave, caplog, tmp_path):
 
 def test_an_expert_cache_that_exceeds_the_memory_raises(leave, moe, caplog):
     disk = {"": "cpu", "model.layers.0.mlp.experts": "disk", "model.layers.1.mlp.experts": "disk"}
-    load(moe, disk, expert_cache_size="90KB")
+    load(moe, disk, expert_cache_size="120KB")
     assert caplog.text == ""
     leave(70_000)
     with pytest.raises(PlacementError, match="enough memory for the expert cache") as refused:
-        load(moe, disk, expert_cache_size="90KB")
+        load(moe, disk, expert_cache_size="120KB")
     assert "expert_cache_size" in refused.value.fix
     load(moe, disk, expert_cache_size="60KB")
     assert "60,000 B for the expert cache exceed the 70,000 B" in caplog.text

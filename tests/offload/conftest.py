@@ -263,9 +263,9 @@ def build(folder):
 
 @pytest.fixture
 def build_experts(folder):
-    """build_experts(places=3, routed=2, options=…) → eight experts on disk, and a cache of so many places."""
+    """build_experts(places=3, routed=1, options=…) → eight experts on disk, and a cache of so many places."""
 
-    def build(places: int = 3, routed: int = 2, mode: str = "buffered", threads: int = 2) -> Experts:
+    def build(places: int = 3, routed: int = 1, mode: str = "buffered", threads: int = 2) -> Experts:
         checkpoint = Checkpoint.open(folder)
         reader, layers, expected = Reader(checkpoint), [], {}
         for index in range(MOST_LAYERS):

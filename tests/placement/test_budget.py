@@ -361,10 +361,11 @@ def test_the_experts_of_a_token_have_memory_in_any_case(main, cache):
     units = [replace(unit, routed_nbytes=10) if unit.kind == "experts" else unit for unit in MOE]
     host = {} if main == "cpu" else {"cpu": 200}
     budget = plan_devices(units, {main: 140, **host}, main, cache)
-    assert budget.expert_caches == {main: max(cache, 10)}
+    least = 20 if main == "cpu" else 10  # the CPU reads those of the next layer ahead
+    assert budget.expert_caches == {main: max(cache, least)}
     assert budget.headroom()[main] >= 0
-    assert plan_devices(units, {main: 60, **host}, main).expert_caches == {main: 10}
+    assert plan_devices(units, {main: 70, **host}, main).expert_caches == {main: least}
     with pytest.raises(PlacementError, match="too small") as refused:
         plan_devices(units, {main: 35, **host}, main)
     assert "the expert cache" in refused.value.expected
-    assert budget.with_default_caches(units, 1000).expert_caches[main] >= 10
+    assert budget.with_default_caches(units, 1000).expert_caches[main] >= least

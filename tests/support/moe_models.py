@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -369,6 +370,16 @@ load = models.load
 
 def logits(model, tokens=IDS) -> torch.Tensor:
     return models.logits(model, tokens)
+
+
+def save_wide(folder: Path, **sizes: int) -> Path:
+    """Saves a checkpoint of `BY_EXPERT` with other sizes, and returns its folder.
+
+    In the others, the places of a few experts, in whole pages, take more bytes than all of them.
+    """
+    models = {**MODELS, BY_EXPERT.model: {**MODELS[BY_EXPERT.model], **sizes}}
+    with mock.patch.multiple(__name__, EXPERTS=sizes["num_experts"], MODELS=models):
+        return write(BY_EXPERT, is_quantized(BY_EXPERT)).save(folder)
 
 
 def is_quantized(scheme: Scheme):

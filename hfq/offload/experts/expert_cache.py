@@ -23,6 +23,7 @@ from hfq.offload.experts.lookahead import GuessCounts
 from hfq.offload.experts.places import Held, Lease, Places
 from hfq.offload.guards import in_unit
 from hfq.offload.reader_threads import Pool
+from hfq.placement.budget import layers_onloaded
 
 __all__ = ["ExpertCache", "count_places", "default_limits"]
 
@@ -291,19 +292,24 @@ def _size_of_part(held: Sequence[Held | None], needed: int) -> int:
 def count_places(limit: int, experts: Sequence[Expert], routed: int) -> int:
     """Returns the number of places for the experts of a device.
 
+    The experts that a token is routed to have places also where the limit is less. Where experts are read
+    ahead, those of the next layer have as many.
+
     Args:
         limit: The bytes of the cache.
         experts: The offloaded experts of the device.
-        routed: The number of experts that a token is routed to, which have places in any case.
+        routed: The number of experts that a token is routed to.
     """
     size = max(place_nbytes(experts), 1)
-    count = min(len(experts), max(limit // size, routed))
+    layers = layers_onloaded(experts[0].device.type) if experts else 1
+    count = min(len(experts), max(limit // size, layers * routed))
     if 0 < limit < count * size:
         logger.warning(
-            "hfq: the expert cache of %s B is smaller than the %d experts that a token is routed to; "
+            "hfq: the expert cache of %s B is smaller than the %d experts that a token is routed to%s; "
             "it takes %s B",
             f"{limit:,}",
             count,
+            " in two layers, of which one computes while the next is read" if layers > 1 else "",
             f"{count * size:,}",
         )
     return count

@@ -105,8 +105,12 @@ def test_a_guess_that_is_needed_waits_behind_no_other_one(guessing):
 
 def test_a_guess_takes_no_place_in_use_and_the_budget_holds(guessing):
     experts = guessing(places=0, routed=2)
-    experts.use(0, 1, ahead=[2, 3], during=lambda _: experts.kept() == [0, 1] or 1 / 0)
-    assert counts(experts) == (0, 0, 0)
+    for first in (0, 4, 0, 4):
+        ahead = [first + 2, first + 3]
+        experts.use(first, first + 1, ahead=ahead, during=lambda part: {*part} <= {*experts.kept()} or 1 / 0)
+        experts.use(*ahead)
+    assert counts(experts) == (8, 8, 0)
+    assert len(experts.places().places) == 4
     experts = guessing(places=3)
     for first in range(7):
         experts.use(
@@ -165,12 +169,26 @@ WITH_INDICES = [
 ]
 
 
-def offloaded(path, block="mlp"):
+def offloaded(path, block="mlp", size="1MB"):
     """Loads a model with all experts on disk, which guesses also where reads are buffered."""
     layers = {f"model.layers.{layer}.{block}.experts": "disk" for layer in range(moe_models.LAYERS)}
-    model = load(path, {"": "cpu", **layers}, expert_cache_size="1MB")
+    model = load(path, {"": "cpu", **layers}, expert_cache_size=size)
     model.hf_quantizer.loading.offloader.experts._may_guess = lambda: True
     return model, model.hf_quantizer.loading.offloader.experts
+
+
+def test_a_budget_of_0_still_reads_the_next_layer_ahead(tmp_path):
+    scheme = moe_models.BY_EXPERT
+    path = moe_models.write(scheme, is_quantized(scheme)).save(tmp_path)
+    model, experts = offloaded(path, size=0)
+    (places,) = experts._places.values()
+    assert experts.budget == 2 * moe_models.CHOSEN * places.memory.place_nbytes
+    resident = load(path)
+    for token in IDS.flatten():
+        ids = token.view(1, 1)
+        assert torch.equal(logits(model, ids), logits(resident, ids))
+        assert experts.nbytes <= experts.budget
+    assert 0 < experts.guesses.used <= experts.guesses.made
 
 
 @pytest.mark.parametrize("scheme", WITH_INDICES, ids=lambda scheme: scheme.id)

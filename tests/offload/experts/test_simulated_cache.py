@@ -35,7 +35,7 @@ def test_the_simulation_is_the_cache(build_experts):
 def test_a_rate_of_recorded_tokens_is_that_of_other_tokens(build_experts, odds):
     recorded, others = routing(odds, 4000), routing(odds, 800, seed=1)
     predicted = hit_rate([[(0, each) for each in wanted] for wanted in recorded], PLACES)
-    experts = build_experts(places=PLACES)
+    experts = build_experts(places=PLACES, routed=2)
     for wanted in others:
         experts.use(*wanted)
     measured = experts.cache.decoding.hit_rate
