@@ -14,6 +14,7 @@ from hfq.errors import SetupError, nearest
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.offload.copy_stream import CopyStream
 from hfq.offload.reader_threads import Pool
+from hfq.runtime.kv_cache.first_pass import FirstPass
 from hfq.runtime.kv_cache.kv_codec import KV_CACHE_DTYPES, KvCodec
 from hfq.runtime.kv_cache.kv_rows import FileRows, KvRows, MemoryRows
 from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
@@ -70,6 +71,7 @@ class OffloadedCache(DynamicCache):
         identity = identity_of(model)
         super().__init__(config=model.config)
         self.tokens, self._restored = None, set[int]()
+        self._first_pass = FirstPass(model)
         self._pool = Pool(1)
         self._finalizer = weakref.finalize(self, Pool.close, self._pool)
         self._folder = None if folder is None else CacheFolder(Path(folder), identity, kv_cache_dtype)
@@ -117,6 +119,7 @@ class OffloadedCache(DynamicCache):
     def close(self) -> None:
         """Ends the reader threads and releases the folder; what was not saved is forgotten."""
         self._finalizer()
+        self._first_pass.forget()
         if self._folder is not None:
             self._folder.close()
 
@@ -125,11 +128,16 @@ class OffloadedCache(DynamicCache):
         """Bytes of the stored keys and values of all offloaded layers."""
         return sum(self.layers[index].nbytes for index in self._offloaded)
 
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self._first_pass.expect(self)  # with drafted tokens, a pass follows
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._send_restored(layer_idx, key_states.device)
         if layer_idx == next(iter(self._offloaded), None):
+            self._first_pass.check(key_states.shape[-2], self.get_seq_length())
             self._check_lengths()
         found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         following = self._following(layer_idx)
