@@ -121,8 +121,12 @@ class FileRows(KvRows):
         path = self._path.with_suffix(".new")
         path.unlink(missing_ok=True)
         changed = FileRows(row_nbytes, path)
-        for rows in self._chunks():
-            changed.append(change(rows).contiguous())
+        try:
+            for rows in self._chunks():
+                changed.append(change(rows).contiguous())
+        except BaseException:
+            path.unlink()
+            raise
         self._file.close()
         os.replace(path, self._path)
         self._file, self.row_nbytes = changed._file, row_nbytes
@@ -162,11 +166,11 @@ class FileRows(KvRows):
                 done += os.pwrite(self._file.fileno(), memory[done:], offset + done)
         except OSError as error:
             raise SetupError(
-                "The KV cache cannot be written. The tokens of earlier forward passes are kept.",
+                "The KV cache cannot be written.",
                 file=self._path,
                 expected=f"room for {len(memory):,} B more",
                 found=error.strerror,
-                fix="Free disk space, or pass a folder on a larger disk.",
+                fix="Free disk space. Then crop the cache to the tokens before the call, or make it again.",
             ) from error
 
     @staticmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hfq.errors import SetupError, nearest
+from hfq.errors import HfqError, SetupError, nearest
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.offload.copy_stream import CopyStream
 from hfq.offload.reader_threads import Pool
@@ -70,7 +72,7 @@ class OffloadedCache(DynamicCache):
             )
         identity = identity_of(model)
         super().__init__(config=model.config)
-        self.tokens, self._restored = None, set[int]()
+        self.tokens, self._restored, self._is_torn = None, set[int](), False
         self._first_pass = FirstPass(model)
         self._pool = Pool(1)
         self._finalizer = weakref.finalize(self, Pool.close, self._pool)
@@ -139,7 +141,11 @@ class OffloadedCache(DynamicCache):
         if layer_idx == next(iter(self._offloaded), None):
             self._first_pass.check(key_states.shape[-2], self.get_seq_length())
             self._check_lengths()
-        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except HfqError:
+            self._forget_pass(layer_idx)
+            raise
         following = self._following(layer_idx)
         if following is not None:  # now that the stored rows of this layer are freed
             following.start(self._pool)
@@ -165,18 +171,36 @@ class OffloadedCache(DynamicCache):
     def reset(self) -> None:
         self._invalidate()
         super().reset()
+        self._is_torn = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._invalidate()
-        super().reorder_cache(beam_idx)
+        with self._changing_batch():
+            super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._invalidate()
-        super().batch_repeat_interleave(repeats)
+        with self._changing_batch():
+            super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        with self._changing_batch():
+            super().batch_select_indices(indices)
+
+    def _forget_pass(self, index: int) -> None:
+        """Forgets the tokens of a forward pass that failed in a layer, unless earlier layers cannot."""
+        if any(each not in self._offloaded for each in range(index)):
+            self._is_torn = True
+            return
+        shortest = min(self.layers[each].get_seq_length() for each in self._offloaded)
+        for each in self._offloaded:
+            self.layers[each].truncate(shortest)
+
+    @contextlib.contextmanager
+    def _changing_batch(self) -> Iterator[None]:
+        """Forgets the saved state, and marks the cache as torn if a layer fails."""
         self._invalidate()
-        super().batch_select_indices(indices)
+        was_torn, self._is_torn = self._is_torn, True
+        yield
+        self._is_torn = was_torn
 
     def _check_lengths(self) -> None:
         """Raises an error if an interrupted forward pass added tokens to some of the layers.
@@ -185,11 +209,11 @@ class OffloadedCache(DynamicCache):
             SetupError: The layers hold different numbers of tokens.
         """
         lengths = {self.layers[index].get_seq_length() for index in self._offloaded}
-        if len(lengths) > 1:
+        if len(lengths) > 1 or self._is_torn:
             raise SetupError(
                 "The last forward pass with this KV cache did not end, so that its layers differ.",
-                expected="layers with the same number of tokens",
-                found=f"{min(lengths)} to {max(lengths)} tokens",
+                expected="layers with the same tokens",
+                found=f"{min(lengths)} to {max(lengths)} tokens" if len(lengths) > 1 else "an error before",
                 fix="Call reset(), or make the cache again, which starts with the last save.",
             )
 

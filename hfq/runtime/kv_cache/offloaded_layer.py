@@ -67,10 +67,7 @@ class OffloadedLayer(DynamicLayer):
 
     def flush(self) -> None:
         """Writes the rows of new tokens."""
-        if self._ticket is not None:
-            self._ticket.cancel()
-            self._ticket = None
-            self.__dict__.pop("_brought", None)
+        self._stop()
         self._write_new()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -123,10 +120,19 @@ class OffloadedLayer(DynamicLayer):
         self.truncate(count if count > 0 else self._length + count)  # up to 5.17, a final length may be given
 
     def truncate(self, length: int) -> None:
-        """Forgets all tokens but the first ones."""
+        """Forgets all tokens but the first ones, without a write."""
+        length = max(length, 0)
         if length < self._length:
-            self.flush()
-            self.rows.count = self._length = max(length, 0)
+            self._stop()
+            excess = self._length - length
+            while excess and self._unwritten:
+                host, mark = self._unwritten.pop()
+                kept = max(host.shape[0] - excess, 0)
+                excess -= host.shape[0] - kept
+                if kept:
+                    self._unwritten.append((host[:kept], mark))
+            self.rows.count = min(self.rows.count, length)
+            self._length = length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx.cpu())
@@ -144,16 +150,24 @@ class OffloadedLayer(DynamicLayer):
             return
         self.flush()
         codec, found = self.codec, torch.arange(self.codec.batch)[sequences]
-        self.codec = codec.of_batch(len(found))
+        changed = codec.of_batch(len(found))
         self.rows.rewrite(
             lambda rows: rows.unflatten(1, (codec.batch, codec.record_nbytes))[:, found].flatten(1),
-            self.codec.row_nbytes,
+            changed.row_nbytes,
         )
+        self.codec = changed
 
     def _find_stream(self, device: torch.device) -> CopyStream:
         if not hasattr(self, "_copy_stream"):
             self._copy_stream = copy_stream_to(device)
         return self._copy_stream
+
+    def _stop(self) -> None:
+        """Ends a read that was started."""
+        if self._ticket is not None:
+            self._ticket.cancel()
+            self._ticket = None
+            self.__dict__.pop("_brought", None)
 
     def _bring(self) -> None:
         """Writes new rows, reads all rows, and starts to copy them; runs in a reader thread."""
