@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,9 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 _CODES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 _SCALE_NBYTES = 4
 _ALIGNMENT = 8
+
+_BLOCK_NBYTES = 16 << 20
+"""Bytes of the float32 values that are encoded or decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,10 @@ class KvCodec:
             keys: [batch, heads, tokens, key_size].
             values: [batch, heads, tokens, value_size].
         """
-        parts = [part.detach().permute(2, 0, 1, 3) for part in (keys, values)]
-        scales: list[torch.Tensor] = []
-        if self.kind != "auto":
-            parts, scales = map(list, zip(*map(self._quantize, parts), strict=True))
-        tokens, batch = parts[0].shape[:2]
+        batch, _, tokens, _ = keys.shape
         records = torch.zeros(tokens, batch, self.record_nbytes, dtype=torch.uint8, device=keys.device)
-        start = 0
-        for part in (*scales, *parts):
-            flat = part.contiguous().flatten(2).view(torch.uint8)
-            records[..., start : start + flat.shape[-1]] = flat
-            start += flat.shape[-1]
+        for block in self._blocks(tokens):
+            self._encode_into(records[block], keys[:, :, block].detach(), values[:, :, block].detach())
         return records
 
     def decode_into(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -90,6 +87,28 @@ class KvCodec:
             keys: [batch, heads, tokens, key_size].
             values: [batch, heads, tokens, value_size].
         """
+        for block in self._blocks(records.shape[0]):
+            self._decode_block(records[block], keys[:, :, block], values[:, :, block])
+
+    def _blocks(self, tokens: int) -> Iterator[slice]:
+        """Returns slices of tokens, each of a bounded number of values."""
+        nbytes = self.batch * self.heads * max(self.key_size, self.value_size) * torch.float32.itemsize
+        step = max(_BLOCK_NBYTES // nbytes, 1)
+        return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
+
+    def _encode_into(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        start = self._scales_nbytes
+        for index, part in enumerate(each.permute(2, 0, 1, 3) for each in (keys, values)):
+            if self.kind != "auto":
+                part, scale = self._quantize(part)
+                flat = scale.contiguous().view(torch.uint8)
+                first = index * flat.shape[-1]
+                records[..., first : first + flat.shape[-1]] = flat
+            flat = part.contiguous().flatten(2).view(torch.uint8)
+            records[..., start : start + flat.shape[-1]] = flat
+            start += flat.shape[-1]
+
+    def _decode_block(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         stored = torch_dtype(self.dtype) if self.kind == "auto" else _CODES[self.kind][0]
         start, scales = self._scales_nbytes, self._scales(records)
         for target, scale in zip((keys, values), scales, strict=True):
@@ -99,7 +118,7 @@ class KvCodec:
             if scale is None:
                 target.copy_(part)
             else:
-                target.copy_(part.float() * scale.permute(1, 2, 0).unsqueeze(-1))
+                target.copy_(part.float().mul_(scale.permute(1, 2, 0).unsqueeze(-1)))
             start += nbytes
 
     @property
@@ -119,4 +138,4 @@ class KvCodec:
         values = part.float()
         scale = values.abs().amax(-1) / most
         codes = values / scale.where(scale > 0, 1.0).unsqueeze(-1)
-        return (codes.round() if dtype == torch.int8 else codes).clamp_(-most, most).to(dtype), scale
+        return (codes.round_() if dtype == torch.int8 else codes).clamp_(-most, most).to(dtype), scale

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hfq.runtime.kv_cache import kv_codec
 from hfq.runtime.kv_cache.kv_codec import KvCodec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,3 +59,14 @@ def test_bytes_of_a_record(kind, nbytes):
     assert codec.record_nbytes == nbytes
     assert codec.row_nbytes == 2 * nbytes
     assert codec.of_batch(5).row_nbytes == 5 * nbytes
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_blocks_change_no_bit(kind, tokens, monkeypatch):
+    keys, values = make(torch.bfloat16, tokens=10)
+    records = KvCodec.of(kind, keys, values).encode(keys, values)
+    expected = decoded(kind, keys, values)
+    monkeypatch.setattr(kv_codec, "_BLOCK_NBYTES", tokens * 2 * 3 * 8 * 4)
+    assert torch.equal(KvCodec.of(kind, keys, values).encode(keys, values), records)
+    assert all(map(torch.equal, decoded(kind, keys, values), expected))
