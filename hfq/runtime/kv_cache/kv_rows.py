@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +109,7 @@ class FileRows(KvRows):
         super().__init__(row_nbytes, count)
         self._path = path
         self._file = self._open(path)
+        self._summed = 0, 0  # the first rows, and their checksum
         found = os.fstat(self._file.fileno()).st_size
         if found < self.nbytes:
             raise _too_short(path, self.nbytes, found)
@@ -129,15 +131,27 @@ class FileRows(KvRows):
             raise
         self._file.close()
         os.replace(path, self._path)
-        self._file, self.row_nbytes = changed._file, row_nbytes
+        self._file, self.row_nbytes, self._summed = changed._file, row_nbytes, (0, 0)
 
     def synchronize(self) -> None:
         """Waits until the disk has the rows."""
         os.fsync(self._file.fileno())
 
-    def _chunks(self) -> Iterator[torch.Tensor]:
+    def checksum(self) -> int:
+        """Returns the CRC-32 of all rows; reads only those that an earlier call did not see.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        first, checksum = self._summed if self._summed[0] <= self.count else (0, 0)
+        for rows in self._chunks(first):
+            checksum = zlib.crc32(memoryview(rows.numpy()), checksum)  # type: ignore[arg-type]
+        self._summed = self.count, checksum
+        return checksum
+
+    def _chunks(self, start: int = 0) -> Iterator[torch.Tensor]:
         step = max(_CHUNK_NBYTES // self.row_nbytes, 1)
-        for first in range(0, self.count, step):
+        for first in range(start, self.count, step):
             rows = torch.empty(min(step, self.count - first), self.row_nbytes, dtype=torch.uint8)
             self._read_into(rows.view(-1), first * self.row_nbytes)
             yield rows
@@ -161,6 +175,8 @@ class FileRows(KvRows):
 
     def _write(self, data: torch.Tensor, offset: int) -> None:
         memory, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]
+        if offset < self._summed[0] * self.row_nbytes:
+            self._summed = 0, 0
         try:
             while done < len(memory):
                 done += os.pwrite(self._file.fileno(), memory[done:], offset + done)

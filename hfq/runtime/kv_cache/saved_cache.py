@@ -101,7 +101,7 @@ class CacheFolder:
     def save(self, layers: Sequence[Any], tokens: torch.Tensor | None) -> None:
         """Saves all layers; a crash before its end leaves the earlier state."""
         description: dict[str, Any] = {"version": _VERSION, "model": self._identity, "kind": self._kind}
-        description["layers"], others, length = {}, {}, 0
+        description["layers"], description["checksums"], others, length = {}, {}, {}, 0
         for index, layer in enumerate(layers):
             if not isinstance(layer, OffloadedLayer):
                 others[index] = _state_of(layer)
@@ -109,6 +109,7 @@ class CacheFolder:
                 layer.flush()
                 if isinstance(layer.rows, FileRows):
                     layer.rows.synchronize()
+                    description["checksums"][index] = layer.rows.checksum()
                 description["layers"][index] = {**asdict(layer.codec), "tokens": layer.rows.count}
                 length = length or layer.rows.count
         description["tokens"] = _as_lists(tokens, length)
@@ -140,10 +141,14 @@ class CacheFolder:
         description = self._read_description(path)
         try:
             found = {int(index): dict(fields) for index, fields in description["layers"].items()}
+            checksums = dict(description.get("checksums", {}))  # of 0.2.0 there are none
             for index, fields in found.items():
                 length = int(fields.pop("tokens"))
                 codec = KvCodec(**fields)
-                layers[index].restore(codec, FileRows(codec.row_nbytes, self.file_of(index), length))
+                rows = FileRows(codec.row_nbytes, self.file_of(index), length)
+                if str(index) in checksums:
+                    _check(rows, self.file_of(index), index, int(checksums[str(index)]))
+                layers[index].restore(codec, rows)
                 self.saved_length = self.saved_length or length
             others = torch.load(
                 self._root / Path(description["others"]).name, map_location="cpu", weights_only=True
@@ -245,6 +250,23 @@ def _as_lists(tokens: torch.Tensor | None, length: int) -> list | None:
             fix="Pass the token ids of the whole conversation, as generate returns them.",
         )
     return tokens.tolist()
+
+
+def _check(rows: FileRows, path: Path, index: int, expected: int) -> None:
+    """Checks that rows are those that were saved.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    found = rows.checksum()
+    if found != expected:
+        raise CheckpointError(
+            "A file of the saved KV cache does not match its checksum.",
+            file=path,
+            expected=f"CRC-32 {expected:08x}, of {rows.count} tokens of layer {index}",
+            found=f"CRC-32 {found:08x}",
+            fix="Delete the folder, and compute the conversation again.",
+        )
 
 
 def _replace(path: Path, write: Any) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import zlib
 
 import pytest
 import torch
@@ -51,6 +52,32 @@ def test_rewritten_rows_may_have_another_size(rows, monkeypatch):
 def test_a_file_resumes_with_the_rows_that_it_is_told(tmp_path):
     FileRows(6, tmp_path / "rows.kv").append(some(4))
     assert torch.equal(FileRows(6, tmp_path / "rows.kv", 3).read(allocate), some(3).view(-1))
+
+
+def test_a_checksum_reads_only_rows_that_it_has_not_seen(tmp_path, monkeypatch):
+    def checksum(rows, expected, reads):
+        read.clear()
+        assert rows.checksum() == zlib.crc32(expected.numpy().tobytes())
+        assert read == reads
+
+    read, read_into = [], FileRows._read_into
+    monkeypatch.setattr(kv_rows, "_CHUNK_NBYTES", 13)  # two rows
+    monkeypatch.setattr(
+        FileRows, "_read_into", lambda rows, target, at: (read.append(at), read_into(rows, target, at))
+    )
+    rows = FileRows(6, tmp_path / "rows.kv")
+    rows.append(some(3))
+    checksum(rows, some(3), [0, 12])
+    checksum(rows, some(3), [])
+    rows.append(some(1, 18))
+    checksum(rows, some(4), [18])
+    rows.count = 2  # as a crop does
+    checksum(rows, some(2), [0])
+    rows.count = 1
+    rows.append(some(2, 100))
+    checksum(rows, torch.cat([some(1), some(2, 100)]), [0, 12])
+    rows.rewrite(lambda each: each + 1, 6)
+    checksum(rows, torch.cat([some(1), some(2, 100)]) + 1, [0, 12])
 
 
 def test_a_truncated_file_is_refused(tmp_path):

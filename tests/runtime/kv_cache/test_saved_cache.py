@@ -128,9 +128,61 @@ def test_a_damaged_folder_is_refused_before_a_token_is_computed(model, saved, fi
         assert "Fix: Delete the folder" in str(caught.value)
 
 
+def test_a_changed_byte_of_the_saved_tokens_is_refused(model, saved):
+    path = saved / "layer_00002.kv"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="does not match its checksum") as caught:
+        hfq.OffloadedCache(model, saved)
+    assert caught.value.file == path
+    assert caught.value.expected.endswith(", of 22 tokens of layer 2")
+    assert caught.value.expected.split(",")[0] != caught.value.found
+
+
+def test_files_of_two_layers_that_were_swapped_are_refused(model, saved):
+    first, second = saved / "layer_00000.kv", saved / "layer_00001.kv"
+    assert first.stat().st_size == second.stat().st_size
+    first.rename(saved / "moved")
+    second.rename(first)
+    (saved / "moved").rename(second)
+    with pytest.raises(CheckpointError, match="does not match its checksum") as caught:
+        hfq.OffloadedCache(model, saved)
+    assert caught.value.file == first
+
+
+def test_a_cache_that_was_saved_without_checksums_resumes(model, saved):
+    path = saved / "kv_cache.json"
+    description = json.loads(path.read_text())
+    assert len(description.pop("checksums")) == 4
+    path.write_text(json.dumps(description))
+    with hfq.OffloadedCache(model, saved) as cache:
+        found = generate(model, cache, cache.tokens, 6)
+    assert torch.equal(found, generate(model, DynamicCache(config=model.config), PROMPT, 12))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_checksums_follow_cropped_and_repeated_tokens(model, saved, count):
+    """Tokens are saved, cropped and replaced by others, and saved again, in one process."""
+    with hfq.OffloadedCache(model, saved) as cache:
+        tokens = cache.tokens[:, : 22 - count]
+        cache.crop(-count)
+        found = generate(model, cache, torch.cat([tokens, tokens[:, :1] + 1], 1), 5)
+        cache.save(found)
+        cache.save(generate(model, cache, found, 3))
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 22 - count + 1 + 4 + 3
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layers", {"9": {}}), ("layers", {"0": {"tokens": "x"}}), ("layers", 3), ("tokens", [[1], [2, 3]])],
+    [
+        ("layers", {"9": {}}),
+        ("layers", {"0": {"tokens": "x"}}),
+        ("layers", 3),
+        ("checksums", 3),
+        ("tokens", [[1], [2, 3]]),
+    ],
 )
 def test_a_changed_description_is_refused(model, saved, field, value):
     path = saved / "kv_cache.json"
