@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -99,35 +100,50 @@ class CacheFolder:
         self.saved_length = 0
 
     def save(self, layers: Sequence[Any], tokens: torch.Tensor | None) -> None:
-        """Saves all layers; a crash before its end leaves the earlier state."""
+        """Saves all layers; a crash before its end leaves the earlier state.
+
+        Raises:
+            SetupError: The disk is full, or tokens are missing; then no new file is left.
+        """
         description: dict[str, Any] = {"version": _VERSION, "model": self._identity, "kind": self._kind}
         description["layers"], description["checksums"], others, length = {}, {}, {}, 0
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, OffloadedLayer):
-                others[index] = _state_of(layer)
-            elif layer.is_initialized:
-                layer.flush()
-                if isinstance(layer.rows, FileRows):
-                    layer.rows.synchronize()
-                    description["checksums"][index] = layer.rows.checksum()
-                description["layers"][index] = {**asdict(layer.codec), "tokens": layer.rows.count}
-                length = length or layer.rows.count
-        description["tokens"] = _as_lists(tokens, length)
-        description["others"] = _OTHER_LAYERS.format(length)
         try:
-            _replace(self._root / description["others"], lambda path: torch.save(others, path))
-            _replace(self._root / _DESCRIPTION, lambda path: path.write_text(json.dumps(description)))
-            for former in self._root.glob(_OTHER_LAYERS.format("*")):
-                if former.name != description["others"]:
-                    former.unlink()
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            for index, layer in enumerate(layers):
+                if not isinstance(layer, OffloadedLayer):
+                    others[index] = _state_of(layer)
+                elif layer.is_initialized:
+                    layer.flush()
+                    if isinstance(layer.rows, FileRows):
+                        layer.rows.synchronize()
+                        description["checksums"][index] = layer.rows.checksum()
+                    description["layers"][index] = {**asdict(layer.codec), "tokens": layer.rows.count}
+                    length = length or layer.rows.count
+            description["tokens"] = _as_lists(tokens, length)
+            description["others"] = _OTHER_LAYERS.format(length)
+            self._write(description, others, length)
+        except OSError as error:
             raise SetupError(
-                "The KV cache could not be saved.",
+                "The KV cache could not be saved. The earlier save is kept, if there is one.",
                 file=self._root,
-                found=error,
+                expected="a disk with room for the description and the layers that are not offloaded",
+                found=error.strerror,
                 fix="Free disk space, and save again.",
             ) from error
         self.saved_length = length
+
+    def _write(self, description: dict[str, Any], others: dict[int, Any], length: int) -> None:
+        path, states = self._root / description["others"], io.BytesIO()
+        torch.save(others, states)  # torch would report a full disk as an error of its own stream
+        try:
+            _replace(path, states.getbuffer())
+            _replace(self._root / _DESCRIPTION, json.dumps(description).encode())
+        except OSError:
+            if length != self.saved_length:  # otherwise the description of the earlier save names it
+                path.unlink(missing_ok=True)
+            raise
+        for former in self._root.glob(_OTHER_LAYERS.format("*")):
+            if former.name != description["others"]:
+                former.unlink()
 
     def restore(self, layers: Sequence[Any]) -> torch.Tensor | None:
         """Restores the saved state of all layers, if there is one.
@@ -269,12 +285,18 @@ def _check(rows: FileRows, path: Path, index: int, expected: int) -> None:
         )
 
 
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, data: bytes | memoryview) -> None:
+    """Writes a file under another name, and renames it when the disk has it."""
     new = path.with_name(path.name + ".new")
-    write(new)
-    with open(new, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        with open(new, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

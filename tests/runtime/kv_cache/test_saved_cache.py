@@ -1,7 +1,9 @@
 """Tests that a saved KV cache resumes in another process, or is refused by name."""
 
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +212,35 @@ def test_a_save_that_is_killed_leaves_the_earlier_one(model, saved, name, monkey
         assert torch.equal(generate(model, cache, cache.tokens, 9), tokens)
         cache.save(tokens)
     assert len(list(saved.glob("other_layers_*"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["states", "description", "synchronize"])
+@pytest.mark.parametrize("more", [0, 9])
+def test_a_full_disk_leaves_the_earlier_save_and_no_file(model, saved, kind, more, monkeypatch):
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), sorted(saved.iterdir())
+    limit = {"states": 9, "description": (saved / "other_layers_22.pt").stat().st_size + 9}
+    with hfq.OffloadedCache(model, saved) as cache:
+        tokens = generate(model, cache, cache.tokens, more) if more else cache.tokens
+        with monkeypatch.context() as patch, pytest.raises(SetupError, match="could not be saved") as caught:
+            if kind == "synchronize":
+                patch.setattr(os, "fsync", no_space)
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit[kind], limits[1]))
+            try:
+                cache.save(tokens)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert sorted(saved.iterdir()) == before
+        assert caught.value.found == {"synchronize": "No space left on device"}.get(kind, "File too large")
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 22
+        cache.save(generate(model, cache, cache.tokens, 9))
+    with hfq.OffloadedCache(model, saved) as cache:
+        assert cache.get_seq_length() == 31
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("change", ["another adapter", "another scale", "no adapter"])
