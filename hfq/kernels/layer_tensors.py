@@ -11,7 +11,7 @@ from hfq.errors import SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["LayerTensors", "PlacedTensors", "check_on_cpu"]
+__all__ = ["LayerPlaces", "LayerTensors", "PlacedTensors", "check_on_cpu"]
 
 
 def check_on_cpu(tensors: Mapping[str, torch.Tensor], values: torch.Tensor | None = None) -> None:
@@ -62,6 +62,28 @@ class LayerTensors(dict[str, torch.Tensor]):
         return LayerTensors, (dict(self),)
 
 
+class LayerPlaces:
+    """Offsets of a layer's tensors in a buffer, the same for every buffer that holds them.
+
+    Args:
+        infos: The stored tensors, by local name.
+        places: The offset of each stored tensor in a buffer, a multiple of its element size.
+
+    Attributes:
+        infos: As above.
+        offsets: The offset of each tensor, by local name.
+        kinds: The name, dtype, and shape of each tensor.
+        answers: What kernels cache for the layer in any buffer.
+    """
+
+    __slots__ = ("answers", "infos", "kinds", "offsets")
+
+    def __init__(self, infos: Mapping[str, TensorInfo], places: Mapping[TensorInfo, int]) -> None:
+        self.infos, self.offsets = infos, {local: places[info] for local, info in infos.items()}
+        self.kinds = tuple([(local, info.dtype, info.shape) for local, info in infos.items()])
+        self.answers: dict[str, object] = {}
+
+
 class PlacedTensors(Mapping[str, torch.Tensor]):
     """Tensors of a layer in one buffer, keyed by name in the checkpoint.
 
@@ -69,47 +91,37 @@ class PlacedTensors(Mapping[str, torch.Tensor]):
 
     Args:
         buffer: uint8 [nbytes] in CPU memory, which contains all tensors.
-        infos: The stored tensors, by local name.
-        places: The offset of each stored tensor in the buffer, a multiple of its element size.
+        places: The offsets of the tensors in the buffer.
 
     Attributes:
+        address: The address of the buffer.
+        places: As above.
         answers: As in `LayerTensors`.
     """
 
-    __slots__ = ("_address", "_buffer", "_infos", "_places", "_views", "answers")
+    __slots__ = ("_buffer", "_views", "address", "answers", "places")
 
-    def __init__(
-        self, buffer: torch.Tensor, infos: Mapping[str, TensorInfo], places: Mapping[TensorInfo, int]
-    ) -> None:
-        self._buffer, self._infos, self._places = buffer, infos, places
-        self._address = buffer.data_ptr()
+    def __init__(self, buffer: torch.Tensor, places: LayerPlaces) -> None:
+        self._buffer, self.places = buffer, places
+        self.address = buffer.data_ptr()
         self._views = dict[str, torch.Tensor]()
         self.answers: dict[str, object] = {}
-
-    @property
-    def kinds(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """The name, dtype, and shape of each tensor."""
-        return tuple([(local, info.dtype, info.shape) for local, info in self._infos.items()])
-
-    def address(self, local: str) -> int:
-        """Returns the address of a tensor's first byte."""
-        return self._address + self._places[self._infos[local]]
 
     def __getitem__(self, local: str) -> torch.Tensor:
         view = self._views.get(local)
         if view is None:
-            info = self._infos[local]
-            first = self._places[info]
+            info = self.places.infos[local]
+            first = self.places.offsets[local]
             with torch.inference_mode(False):  # also used outside of inference mode
                 part = self._buffer[first : first + info.nbytes]
                 view = self._views[local] = part.view(torch_dtype(info.dtype)).view(info.shape)
         return view
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
+        return iter(self.places.infos)
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self.places.infos)
 
     def __contains__(self, local: object) -> bool:
-        return local in self._infos
+        return local in self.places.infos

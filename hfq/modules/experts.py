@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hfq.kernels.registry import Kernel
 from hfq.modules.cpu_experts import CpuExperts
+from hfq.modules.expert_table import ExpertTable, first_projections
 from hfq.modules.graph_capture import check_not_captured, check_not_recorded, is_captured, uncompiled
 from hfq.modules.graph_ops import OPS, experts_number
 from hfq.modules.late_tensor import LateTensor
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["DroppedActivation", "MaskedExperts", "QuantizedExperts", "SortedExperts"]
 
 Routed = Sequence[Sequence[QuantizedModule]]
-Onload = Callable[[Routed, Callable[[int, int], object], Callable[[], Routed] | None], None]
-
+Tensors = Mapping[QuantizedModule, Mapping[str, torch.Tensor]]
+Onload = Callable[[Routed, Callable[[int, int, Tensors], object], Callable[[], Routed] | None], None]
 
 _SERIAL, _VECTOR = 1 << 15, 64
 """Numbers that torch leaves to one thread, and a multiple of all its vectors.
@@ -65,8 +66,8 @@ class QuantizedExperts(nn.ModuleList):
     Attributes:
         onload: Called with the offloaded layers of each routed expert, with a function that computes with the
             experts [first, last) of them, and with `guess_next` for these hidden states. It calls the first
-            function for one part after the other, while their weights are on the execution device. None if no
-            layer is onloaded so.
+            function for one part after the other, with the tensors of its layers, while their weights are on
+            the execution device. None if no layer is onloaded so.
         guess_next: Returns the offloaded layers of the experts that the next module of experts may route
             these hidden states to. None if nothing tells.
         on_route: Called with the routed experts of each call, integers [tokens, k]; None if nothing records.
@@ -88,9 +89,15 @@ class QuantizedExperts(nn.ModuleList):
         self.guess_next: Callable[[torch.Tensor], Routed] | None = None
         self.on_route: Callable[[torch.Tensor], object] | None = None
         self.is_late = False
-        self._stacked = StackedExperts(self, _first(self[0]), self._gate, is_joined=not is_interleaved)
+        self._stacked = StackedExperts(
+            self, first_projections(self[0]), self._gate, is_joined=not is_interleaved
+        )
+        self._table: ExpertTable | None = None
         self._hidden_layers: dict[str, Any] = {}
         self._number = experts_number(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_table": None}  # a copy makes its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -107,6 +114,13 @@ class QuantizedExperts(nn.ModuleList):
             self._hidden_layers, self._modules = {}, self._hidden_layers
             if self[0].training != self.training:
                 self.train(self.training)
+
+    def offloaded_layers(self, numbers: Iterable[int]) -> list[Sequence[QuantizedModule]]:
+        """Returns the offloaded layers of each of these experts that has any; others are ignored."""
+        count = len(self._modules)
+        known = [number for number in numbers if 0 <= number < count]
+        offloaded = self._table_of(known).offloaded
+        return [layers for number in known if (layers := offloaded[number])]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: object
@@ -144,15 +158,15 @@ class QuantizedExperts(nn.ModuleList):
             if result is not None:
                 return result
         check_not_recorded("A module of experts", "its experts compute one by one, as the host routes them")
-        chosen = top_k_index.cpu()
-        routed = [expert for expert in chosen.unique().tolist() if 0 <= expert < len(self)]
+        chosen, count = top_k_index.cpu(), len(self._modules)
+        routed = [expert for expert in distinct(chosen) if 0 <= expert < count]
         beside = self._start_on_cpu(routed, hidden_states, chosen, top_k_weights)
         if beside is not None:
             return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights, stacked)
         result = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
 
-        def add(experts: Sequence[int]) -> None:
-            if not self._add_together(result, experts, hidden_states, top_k_index, top_k_weights):
+        def add(experts: Sequence[int], tensors: Tensors) -> None:
+            if not self._add_together(result, experts, tensors, hidden_states, top_k_index, top_k_weights):
                 self._add(result, experts, hidden_states, top_k_index, top_k_weights, stacked)
 
         self._with_weights(routed, chosen, hidden_states, add)
@@ -163,11 +177,32 @@ class QuantizedExperts(nn.ModuleList):
         routed: Sequence[int],
         chosen: torch.Tensor,
         hidden_states: torch.Tensor,
-        use: Callable[[Sequence[int]], object],
+        use: Callable[[Sequence[int], Tensors], object],
     ) -> None:
-        """Calls `use` for all experts, in parts that are on the execution device together."""
+        """Calls `use` for all experts, in parts that are on the execution device together.
 
-        def is_onloaded(expert: int, layer: nn.Module) -> bool:
+        It also gets the tensors of the layers that were onloaded for the part.
+        """
+        if self.onload is None:
+            use(routed, {})
+            return
+        offloaded = self._table_of(routed).offloaded
+        layers = [
+            self._chosen_layers(expert, chosen, hidden_states) if (own := offloaded[expert]) is None else own
+            for expert in routed
+        ]
+        if not any(layers):
+            use(routed, {})
+            return
+        guess = self.guess_next and functools.partial(self.guess_next, hidden_states)
+        self.onload(layers, lambda first, last, tensors: use(routed[first:last], tensors), guess)
+
+    def _chosen_layers(
+        self, expert: int, chosen: torch.Tensor, hidden_states: torch.Tensor
+    ) -> list[QuantizedModule]:
+        """Returns the layers of an expert that are onloaded, if one of them may compute on the CPU."""
+
+        def is_onloaded(layer: nn.Module) -> bool:
             if not isinstance(layer, QuantizedModule):
                 return False
             if not layer.is_offloaded or layer.on_cpu is None:
@@ -175,15 +210,14 @@ class QuantizedExperts(nn.ModuleList):
             rows = int((chosen == expert).sum())
             return not layer.on_cpu.is_chosen_for(layer, rows, hidden_states.dtype)
 
-        layers = [
-            [layer for layer in self[expert].values() if is_onloaded(expert, layer)]  # type: ignore[operator]
-            for expert in routed
-        ]
-        if self.onload is None or not any(layers):
-            use(routed)
-        else:
-            guess = self.guess_next and functools.partial(self.guess_next, hidden_states)
-            self.onload(layers, lambda first, last: use(routed[first:last]), guess)
+        return [layer for layer in self[expert].values() if is_onloaded(layer)]  # type: ignore[operator]
+
+    def _table_of(self, routed: Iterable[int]) -> ExpertTable:
+        """Returns facts about the layers, which are true for these experts."""
+        table = self._table
+        if table is None or not table.is_current(self, routed):
+            table = self._table = ExpertTable(self)
+        return table
 
     def _add(
         self,
@@ -245,7 +279,7 @@ class QuantizedExperts(nn.ModuleList):
         places = dict(zip(routed, sent.split([each.shape[1] for each in found], 1), strict=True))
         computed = dict[int, torch.Tensor]()
 
-        def compute(experts: Sequence[int]) -> None:
+        def compute(experts: Sequence[int], _: Tensors) -> None:
             for expert in experts:
                 computed[expert] = self._compute(self[expert], hidden_states[places[expert][0]], stacked)
 
@@ -265,6 +299,7 @@ class QuantizedExperts(nn.ModuleList):
         self,
         result: torch.Tensor,
         experts: Sequence[int],
+        tensors: Tensors,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
@@ -274,17 +309,26 @@ class QuantizedExperts(nn.ModuleList):
         Returns:
             False if it cannot. Then nothing was added.
         """
-        kernel = self._common_kernel(experts, hidden_states, top_k_weights)
+        if (
+            not experts
+            or hidden_states.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
+            or needs_gradient(hidden_states, top_k_weights)
+        ):
+            return False
+        table = self._table_of(experts)
+        kernel = table.common_kernel(experts, self.onload is not None)
         if kernel is None or kernel.experts is None or kernel.experts.add is None:
             return False
         numbers = torch.tensor(experts, dtype=top_k_index.dtype)
         place = torch.searchsorted(numbers, top_k_index.contiguous()).clamp_(max=len(experts) - 1)
         index = place.masked_fill_(numbers[place] != top_k_index, -1)
-        of_experts: list[Any] = [self[expert] for expert in experts]
-        projections = [
-            [(layers[local].onloaded_tensors(), layers[local].weight_format) for layers in of_experts]
-            for local in (*_first(of_experts[0]), "down_proj")
-        ]
+        projections: list[list[tuple[Mapping[str, torch.Tensor], Any]]] = []
+        for layers in zip(*[table.projections[expert] for expert in experts], strict=True):
+            projections.append([])
+            for layer, weight_format in layers:
+                held = tensors.get(layer)
+                projections[-1].append((layer.onloaded_tensors() if held is None else held, weight_format))
         routed = result, hidden_states, index, top_k_weights
         return kernel.experts.add(*routed, self._gate, projections, not self.is_interleaved)
 
@@ -298,28 +342,6 @@ class QuantizedExperts(nn.ModuleList):
             return self._apply_gate(both)
         pieces = [self._apply_gate(piece) for piece in _even_pieces(both, torch.get_num_threads())]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _common_kernel(
-        self, experts: Sequence[int], hidden_states: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> Kernel | None:
-        """Returns the kernel of experts in CPU memory whose layers only multiply, or None."""
-        if (
-            not experts
-            or hidden_states.device.type != "cpu"
-            or torch.is_autocast_enabled("cpu")
-            or needs_gradient(hidden_states, top_k_weights)
-        ):
-            return None
-        layers = [layer for expert in experts for layer in self[expert].values()]  # type: ignore[operator]
-        kernel = getattr(layers[0], "kernel", None)
-        fits = all(
-            is_plain(layer)
-            and layer.kernel is kernel
-            and layer.scheme is None
-            and ((layer.fetch is None and not layer.is_offloaded) or self.onload is not None)
-            for layer in layers
-        )
-        return kernel if fits else None
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns gate and up channels in the order that the model's gating expects."""
@@ -336,7 +358,9 @@ class QuantizedExperts(nn.ModuleList):
             layer = layers[name]  # type: ignore[index]
             return layer(rows) if stacked is None else multiply_as_stacked(layer, rows, *stacked)
 
-        return multiply("down_proj", self._gate([multiply(name, activations) for name in _first(layers)]))
+        return multiply(
+            "down_proj", self._gate([multiply(name, activations) for name in first_projections(layers)])
+        )
 
 
 class SortedExperts(QuantizedExperts):
@@ -428,6 +452,13 @@ class MaskedExperts(QuantizedExperts):
         return super().forward(hidden_states, routed, weights)
 
 
+def distinct(chosen: torch.Tensor) -> list[int]:
+    """Returns the distinct numbers of a tensor of integers on the CPU, sorted."""
+    if len(chosen) == 1:  # of one token; for many, Python takes longer
+        return sorted(set(chosen.flatten().tolist()))
+    return chosen.unique().tolist()
+
+
 def _even_pieces(values: torch.Tensor, threads: int) -> list[torch.Tensor]:
     """Returns rows that threads divide into whole vectors, and the others in pieces for one."""
     rows, width = len(values), values.shape[1] // 2  # of gate or up
@@ -436,8 +467,3 @@ def _even_pieces(values: torch.Tensor, threads: int) -> list[torch.Tensor]:
     even *= even * width >= threads * _SERIAL  # for fewer numbers, torch takes fewer threads
     rest = [piece for piece in values[even:].split(max(_SERIAL // values.shape[1], 1)) if len(piece)]
     return [values[:even], *rest] if even else rest
-
-
-def _first(layers: nn.Module) -> tuple[str, ...]:
-    """Returns the projections that multiply an expert's input, in the order of their outputs."""
-    return tuple(name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in layers)  # type: ignore[operator]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ __all__ = [
     "Move",
     "OffloadBuffers",
     "chunks_with_copies",
+    "copy_within",
     "fill_on_host",
     "memory_of",
 ]
@@ -126,7 +127,7 @@ class OffloadBuffers(ABC):
         try:
             ticket.wait()
         except BaseException:
-            if ticket.is_done():
+            if ticket.is_done:
                 self.drop(unit)
             raise
         return self._region(unit)
@@ -363,7 +364,7 @@ class AcceleratorBuffers(OffloadBuffers):
         return self._copied[unit] if is_known else self._copy_stream.mark()
 
     def _find_staging(self, unit: int) -> tuple[int, list[int]] | None:
-        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != unit]
+        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done and other != unit]
         return self._host.find(unit, self.layouts[unit].read_nbytes, reading)
 
 
@@ -390,12 +391,14 @@ def fill_on_host(source: Source, layout: UnitLayout, buffer: torch.Tensor) -> Ti
     """Returns the reads that fill a buffer on the host: uint8 [the layout's nbytes]."""
     memory = memory_of(buffer)
 
-    def align() -> None:
-        for start, target, nbytes in layout.copies:
-            buffer[target : target + nbytes] = buffer[start : start + nbytes]
-
     def job(wanted: ByteRange, offset: int) -> Callable[[], None]:
         return lambda: source.read(wanted, memory[offset : offset + -(-wanted.nbytes // PAGE) * PAGE])
 
     chunks = (chunk for run in layout.runs for chunk in run.chunks(CHUNK_NBYTES))
-    return Ticket([job(*chunk) for chunk in chunks], align)
+    return Ticket([job(*chunk) for chunk in chunks], lambda: copy_within(buffer, layout.copies))
+
+
+def copy_within(buffer: torch.Tensor, copies: Iterable[Move]) -> None:
+    """Copies bytes of a buffer to other bytes of it, as a layout on the host says."""
+    for start, target, nbytes in copies:
+        buffer[target : target + nbytes] = buffer[start : start + nbytes]

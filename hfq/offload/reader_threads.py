@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from hfq.errors import SetupError
 
@@ -24,6 +24,12 @@ class Ticket:
     Args:
         jobs: Functions that fill the buffer, each safe to run in parallel with the others.
         then: Function that runs once after the last job, in its thread.
+
+    Attributes:
+        is_done: True once no job runs and none will.
+        is_cancelled: True if the jobs were dropped before all of them had run.
+        error: The error of the first job that failed, or None.
+        count: The number of jobs.
     """
 
     def __init__(self, jobs: Iterable[Job], then: Job | None = None) -> None:
@@ -31,8 +37,9 @@ class Ticket:
         self._then = then
         self._running = 0
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self.is_cancelled = False
+        self._closed = threading.Lock()  # held until the end; an event takes several calls
+        self._closed.acquire()
+        self.is_done = self.is_cancelled = False
         self.error: BaseException | None = None
         self.count = len(self._waiting)
         if not self._waiting:
@@ -44,12 +51,9 @@ class Ticket:
         Raises:
             HfqError: The error of the first job that failed.
         """
-        self._done.wait()
+        self._await_end()
         if self.error is not None:
             raise self.error
-
-    def is_done(self) -> bool:
-        return self._done.is_set()
 
     def cancel(self) -> None:
         """Drops the jobs that have not started, and waits for the others.
@@ -58,7 +62,7 @@ class Ticket:
         """
         self.is_cancelled = True
         self._drop()
-        self._done.wait()
+        self._await_end()
 
     def withdraw(self) -> bool:
         """Drops all jobs if none has started; returns False otherwise."""
@@ -67,7 +71,7 @@ class Ticket:
                 return False
             self.is_cancelled = True
             self._waiting.clear()
-            self._done.set()
+            self._end()
             return True
 
     def refuse(self, error: BaseException) -> None:
@@ -98,7 +102,7 @@ class Ticket:
         with self._lock:
             self._waiting.clear()
             if self._running == 0:
-                self._done.set()
+                self._end()
 
     def _conclude(self) -> None:
         try:
@@ -109,7 +113,18 @@ class Ticket:
         self._then = None
         with self._lock:
             self._running = 0
-            self._done.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Lets all threads go on that wait; the caller holds the lock."""
+        if not self.is_done:
+            self.is_done = True
+            self._closed.release()
+
+    def _await_end(self) -> None:
+        while not self.is_done:
+            with self._closed:
+                pass
 
 
 class Pool:
@@ -127,10 +142,16 @@ class Pool:
         _pools.add(self)
 
     def submit(self, ticket: Ticket, is_guess: bool = False) -> Ticket:
-        """Submits the jobs of a ticket to the threads.
+        """Submits the jobs of a ticket to the threads; see `submit_all`."""
+        self.submit_all([ticket], is_guess)
+        return ticket
+
+    def submit_all(self, tickets: Sequence[Ticket], is_guess: bool = False) -> None:
+        """Submits the jobs of tickets to the threads.
 
         Args:
-            ticket: The ticket. One that was submitted as a guess may be submitted again, to wait no longer.
+            tickets: The tickets. Those that were submitted as guesses may be submitted again, to wait no
+                longer.
             is_guess: True if the jobs may be useless.
 
         Raises:
@@ -144,9 +165,9 @@ class Pool:
                     found="a model that was closed",
                     fix="Load the model again.",
                 )
-            for _ in range(ticket.count):
-                self._queue.put(ticket, is_guess)
-            while ticket.count and len(self._threads) < self._count:
+            jobs = [ticket for ticket in tickets for _ in range(ticket.count)]
+            self._queue.put(jobs, is_guess)
+            while jobs and len(self._threads) < self._count:
                 thread = threading.Thread(
                     target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True
                 )
@@ -157,10 +178,9 @@ class Pool:
                     RuntimeError
                 ) as error:  # the system allows no more threads, so the running ones do all the work
                     self._threads.remove(thread)
-                    if not self._threads:
+                    for ticket in [] if self._threads else tickets:
                         ticket.refuse(_no_thread(error))
                     break
-        return ticket
 
     @property
     def busy_seconds(self) -> float:
@@ -205,9 +225,12 @@ class _Queue:
         self._tickets, self._guesses = collections.deque[Ticket](), collections.deque[Ticket]()
         self._free = threading.Semaphore(guesses)
 
-    def put(self, ticket: Ticket, is_guess: bool) -> None:
-        (self._guesses if is_guess else self._tickets).append(ticket)
-        self._wakes.put(True)
+    def put(self, tickets: Iterable[Ticket], is_guess: bool) -> None:
+        """Adds a ticket for each of its jobs."""
+        waiting = self._guesses if is_guess else self._tickets
+        for ticket in tickets:
+            waiting.append(ticket)
+            self._wakes.put(True)
 
     def get(self) -> tuple[Ticket, bool] | None:
         """Returns the next ticket and True for a guess, or None if the thread must end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class UnitLayout:
     copies: tuple[tuple[int, int, int], ...]
     nbytes: int
 
-    @property
+    @functools.cached_property
     def needed_nbytes(self) -> int:
         """The bytes read from the files, including the gaps between tensors."""
         return sum(run.source.nbytes for run in self.runs)

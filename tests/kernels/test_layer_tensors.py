@@ -8,7 +8,7 @@ import torch
 from hfq.errors import SetupError
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.kernels.cpp.layers import describe_layer, reads_values
-from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors
+from hfq.kernels.layer_tensors import LayerPlaces, LayerTensors, PlacedTensors
 from hfq.kernels.registry import KERNELS
 from hfq.tensor_spec import ByteRange, TensorInfo
 from tests.support.kernel_layers import CASES
@@ -51,7 +51,7 @@ def placed(tensors: dict, first: int) -> PlacedTensors:
         end += -end % tensor.element_size()
         places[infos[name]] = end
         end += tensor.nbytes
-    made = PlacedTensors(torch.zeros(end, dtype=torch.uint8), infos, places)
+    made = PlacedTensors(torch.zeros(end, dtype=torch.uint8), LayerPlaces(infos, places))
     with torch.inference_mode():
         for name, tensor in tensors.items():
             made[name].copy_(tensor)

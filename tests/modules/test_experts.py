@@ -244,7 +244,7 @@ def onload_in_parts(experts, size: int, offloaded) -> list:
         calls.append(routed)
         for first in range(0, len(routed), size):
             here.update(layer for layers in routed[first : first + size] for layer in layers)
-            use(first, min(first + size, len(routed)))
+            use(first, min(first + size, len(routed)), {})
             here.clear()
 
     experts.onload = onload
@@ -262,6 +262,21 @@ def test_offloaded_experts_compute_in_parts_and_give_the_same_bits(pair, inputs,
     assert torch.equal(experts(*inputs), expected)
     routed = sorted(set(inputs[1].flatten().tolist()))
     assert calls == [[[*experts[number].values()] if number != 1 else [] for number in routed]]
+
+
+def test_layers_that_change_between_calls_are_onloaded_as_they_are(pair, inputs):
+    _, experts = pair
+    expected, routed = experts(*inputs), sorted(set(inputs[1].flatten().tolist()))
+    calls = onload_in_parts(experts, EXPERTS, range(EXPERTS))
+    assert torch.equal(experts(*inputs), expected)
+    number, other = routed[0], routed[1]
+    for layer in experts[number].values():
+        layer.is_offloaded, layer.fetch = False, None
+    assert torch.equal(experts(*inputs), expected)
+    assert calls[-1][0] == []
+    experts[number] = experts[other]
+    assert not torch.equal(experts(*inputs), expected)
+    assert calls[-1][0] == calls[-1][1] == [*experts[other].values()]
 
 
 def test_nothing_is_onloaded_where_no_token_is_routed(pair):

@@ -145,7 +145,7 @@ class Experts:
         """
         parts = []
 
-        def compute(first: int, last: int) -> None:
+        def compute(first: int, last: int, _: object) -> None:
             parts.append([*numbers[first:last]])
             self.check(*parts[-1])
             during(parts[-1])

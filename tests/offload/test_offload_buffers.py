@@ -4,6 +4,7 @@ with it.
 
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -175,7 +176,8 @@ def test_a_read_that_fails_is_raised_where_the_block_is_taken_and_tried_again(de
         with pytest.raises(CheckpointError, match="The disk fails"):
             buffers.take(0)
         assert buffers.start(1, [])
-        buffers.ticket_of(1)._done.wait(20)
+        while not buffers.ticket_of(1).is_done:
+            time.sleep(0.001)
     assert buffers.source.read == read
     for unit in (0, 1):
         assert buffers.start(unit, [])

@@ -29,7 +29,7 @@ def test_a_ticket_is_done_after_all_jobs_and_what_comes_last(pool):
     ticket.wait()
     assert done[-1] == "last"
     assert sorted(done[:-1]) == list(range(20))
-    assert ticket.is_done()
+    assert ticket.is_done
 
 
 def test_a_ticket_without_jobs_is_done_at_once(pool):
@@ -82,7 +82,7 @@ def test_cancelling_waits_for_the_job_that_runs_and_drops_the_others():
     leave.set()
     thread.join(TIMEOUT)
     assert done == ["first"]
-    assert ticket.is_done()
+    assert ticket.is_done
     pool.close()
 
 
@@ -138,7 +138,7 @@ def test_a_ticket_can_be_withdrawn_until_a_job_of_it_starts():
     leave = hold_all(pool, 1)
     ticket = pool.submit(Ticket([lambda: done.append(1)] * 2), is_guess=True)
     assert ticket.withdraw()
-    assert ticket.is_done()
+    assert ticket.is_done
     started = pool.submit(Ticket([lambda: done.append(2)] * 2))
     leave.set()
     started.wait()

@@ -372,14 +372,14 @@ def logits(model, tokens=IDS) -> torch.Tensor:
     return models.logits(model, tokens)
 
 
-def save_wide(folder: Path, **sizes: int) -> Path:
-    """Saves a checkpoint of `BY_EXPERT` with other sizes, and returns its folder.
+def save_wide(folder: Path, scheme: Scheme = BY_EXPERT, **sizes: int) -> Path:
+    """Saves a checkpoint with other sizes, and returns its folder.
 
     In the others, the places of a few experts, in whole pages, take more bytes than all of them.
     """
-    models = {**MODELS, BY_EXPERT.model: {**MODELS[BY_EXPERT.model], **sizes}}
+    models = {**MODELS, scheme.model: {**MODELS[scheme.model], **sizes}}
     with mock.patch.multiple(__name__, EXPERTS=sizes["num_experts"], MODELS=models):
-        return write(BY_EXPERT, is_quantized(BY_EXPERT)).save(folder)
+        return write(scheme, is_quantized(scheme)).save(folder)
 
 
 def is_quantized(scheme: Scheme):

@@ -17,6 +17,7 @@ from hfq.kernels.cpp.kernel import most_fused
 from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpp.layers import CppLayer, describe_layer, reads_values
 from hfq.kernels.cpp.library import library
+from hfq.kernels.layer_tensors import PlacedTensors
 
 __all__ = ["ExpertProducts", "Layers", "add_products"]
 
@@ -189,22 +190,25 @@ class _Table:
     def __init__(self, layers: Layers) -> None:
         self.reason: str | None = None
         self.count = len(layers)
-        described = [describe_layer(weight_format, tensors) for tensors, weight_format in layers]
-        found = [layer for layer in described if layer is not None]
-        if len(found) < len(layers):
-            self.reason = "the library cannot read an expert"
-            return
-        if len({layer.sizes for layer in found}) > 1:
+        found, held, sizes = list[CppLayer](), list[torch.Tensor](), set[tuple[int, int]]()
+        for tensors, weight_format in layers:
+            layer = describe_layer(weight_format, tensors)
+            if layer is None:
+                self.reason = "the library cannot read an expert"
+                return
+            found.append(layer)
+            sizes.add(layer.sizes)
+            if "bias" in (tensors.places.infos if type(tensors) is PlacedTensors else tensors):
+                held.append(tensors["bias"])
+        if len(sizes) > 1:
             self.reason = "the experts have different sizes"
             return
-        biases = [tensors.get("bias") for tensors, _ in layers]
-        if any((bias is None) != (biases[0] is None) for bias in biases):
+        if held and len(held) < len(found):
             self.reason = "the experts have different biases"
             return
         self.out_features, self.in_features = found[0].sizes
         self._described, self._layers = found, (CppLayer * self.count)(*found)
         self.here, self.biases_here = ctypes.addressof(self._layers), 0
-        held = [bias for bias in biases if bias is not None]
         if held:
             if any(bias.dtype not in DTYPES or not bias.is_contiguous() for bias in held):
                 self.reason = "the library cannot read a bias"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,10 +104,12 @@ class LayerPattern:
     Attributes:
         image: The bytes of the struct.
         addresses: (offset in the struct, name of a tensor, bytes between its start and the address).
+        sizes: `CppLayer.sizes`.
     """
 
     image: bytes
     addresses: tuple[tuple[int, str, int], ...]
+    sizes: tuple[int, int]
 
     @classmethod
     def of(cls, layer: CppLayer, tensors: Mapping[str, torch.Tensor]) -> LayerPattern | None:
@@ -122,15 +124,18 @@ class LayerPattern:
             else:
                 if address:
                     return None
-        return cls(bytes(layer), tuple(found))
+        return cls(bytes(layer), tuple(found), layer.sizes)
 
-    def layer_at(self, address_of: Callable[[str], int]) -> CppLayer:
+    def layer_at(self, address: int, offsets: Mapping[str, int]) -> CppLayer:
         """Returns the struct of a layer.
 
         Args:
-            address_of: Returns the address of the first byte of a tensor.
+            address: The address of the buffer that holds its tensors.
+            offsets: The offset of each tensor in the buffer, by name.
         """
         image = bytearray(self.image)
         for offset, name, first in self.addresses:
-            _ADDRESS.pack_into(image, offset, address_of(name) + first)
-        return CppLayer.from_buffer(image)
+            _ADDRESS.pack_into(image, offset, address + offsets[name] + first)
+        layer = CppLayer.from_buffer(image)
+        vars(layer)["sizes"] = self.sizes
+        return layer

@@ -22,6 +22,8 @@ from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors, check_on_cpu
 
 __all__ = ["DTYPES", "MOST_GROUPS", "CppLayer", "describe_layer", "reads_values", "reason_against"]
 
+_Pattern = tuple[Format, LayerPattern | None]
+
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
     """Returns why the C++ library cannot multiply by a layer, or None."""
@@ -48,6 +50,12 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
     answer = tensors.answers.get("cpp")
     if isinstance(answer, tuple) and answer[0] is weight_format:
         return answer[1]
+    if isinstance(tensors, PlacedTensors):
+        known = tensors.places.answers.get("cpp")
+        if isinstance(known, tuple) and known[0] is weight_format:
+            layer = known[1].layer_at(tensors.address, tensors.places.offsets)
+            tensors.answers["cpp"] = weight_format, layer
+            return layer
     if reads_values(weight_format):
         return _describe(weight_format, tensors)
     if isinstance(tensors, PlacedTensors):
@@ -83,7 +91,7 @@ _MOST_KEPT = 1 << 12
 
 def _describe_placed(weight_format: Format, tensors: PlacedTensors) -> CppLayer | None:
     """Returns what `_describe` returns, by the pattern of layers of the same dtypes and shapes."""
-    key = id(weight_format), tensors.kinds
+    key = id(weight_format), tensors.places.kinds
     kept = _patterns.get(key)
     if kept is None:
         layer = _describe(weight_format, tensors)
@@ -92,10 +100,13 @@ def _describe_placed(weight_format: Format, tensors: PlacedTensors) -> CppLayer 
             _patterns.clear()
         _patterns[key] = weight_format, pattern  # a reference to the format, as in `_kept`
         return layer
-    return _describe(weight_format, tensors) if kept[1] is None else kept[1].layer_at(tensors.address)
+    if kept[1] is None:
+        return _describe(weight_format, tensors)
+    tensors.places.answers["cpp"] = kept
+    return kept[1].layer_at(tensors.address, tensors.places.offsets)
 
 
-_patterns: dict[tuple, tuple[Format, LayerPattern | None]] = {}
+_patterns: dict[tuple, _Pattern] = {}
 
 
 def reads_values(weight_format: Format) -> bool:

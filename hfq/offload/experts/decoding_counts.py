@@ -35,7 +35,7 @@ class DecodingCounts:
         """Share of the experts that were not read; 0 before the first one."""
         return self.kept / self.lookups if self.lookups else 0.0
 
-    def note(self, is_kept: bool) -> None:
-        """Counts one lookup."""
-        self.lookups += 1
-        self.kept += is_kept
+    def note(self, lookups: int, kept: int) -> None:
+        """Counts lookups, and those of them that were kept."""
+        self.lookups += lookups
+        self.kept += kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 __all__ = ["EMPTY", "HALF_LIFE", "NEVER_USED", "DecayedCounts", "Value"]
 
@@ -31,19 +31,24 @@ class DecayedCounts:
     Args:
         half_life: The half-life in passes.
         period: Number of calls of one pass.
+
+    Attributes:
+        values: The value of each expert that was used.
     """
 
     def __init__(self, half_life: float, period: int) -> None:
         self._half_life, self._period = half_life, max(period, 1)
-        self._values: dict[Hashable, Value] = {}
+        self.values: dict[Hashable, Value] = {}
 
     def note(self, key: Hashable, call: int) -> Value:
         """Counts a use in a call, and returns the new value."""
-        age = call // self._period / self._half_life
-        low, high = sorted((age, self._values.get(key, EMPTY)[0]))
-        value = self._values[key] = high + math.log2(1 + 2.0 ** (low - high)), -call
-        return value
+        self.note_all((key,), call)
+        return self.values[key]
 
-    def value(self, key: Hashable) -> Value:
-        """Returns the value of an expert."""
-        return self._values.get(key, NEVER_USED)
+    def note_all(self, keys: Iterable[Hashable], call: int) -> None:
+        """Counts one use of each of these experts in a call."""
+        values, age = self.values, call // self._period / self._half_life
+        for key in keys:
+            before = values.get(key, EMPTY)[0]
+            low, high = (age, before) if age < before else (before, age)
+            values[key] = high + math.log2(1 + 2.0 ** (low - high)), -call

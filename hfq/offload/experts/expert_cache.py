@@ -5,7 +5,7 @@ Experts are read when they are routed to. Those that a call needs are read toget
 
 from __future__ import annotations
 
-import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,14 +14,12 @@ from typing import NoReturn
 import torch
 
 from hfq.checkpoint.memory_limit import available_memory
-from hfq.errors import HfqError
 from hfq.modules.offloaded_parameter import no_copy
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.experts.decoding_counts import DecodingCounts
 from hfq.offload.experts.expert_reader import Contents, Expert, ExpertMemory, place_nbytes
 from hfq.offload.experts.lookahead import GuessCounts
 from hfq.offload.experts.places import Held, Lease, Places
-from hfq.offload.guards import in_unit
 from hfq.offload.reader_threads import Pool
 from hfq.placement.budget import layers_onloaded
 
@@ -32,6 +30,7 @@ logger = logging.getLogger("hfq")
 Tensors = Mapping[QuantizedModule, Mapping[str, torch.Tensor]]
 
 Routed = Sequence[Sequence[QuantizedModule]]
+Use = Callable[[int, int, Tensors], object]
 Guess = Callable[[], Routed]
 
 _TOGETHER = 8
@@ -86,7 +85,7 @@ class ExpertCache:
             device: Places(memory, pool, self.guesses, period) for device, memory in memories.items()
         }
         self._read_alone, self._may_guess = read_alone, may_guess
-        self._freed = threading.Condition()
+        self._reset_locks()
         self._here = threading.local()
         self.hits = self.misses = 0
 
@@ -125,28 +124,30 @@ class ExpertCache:
             return self._read_alone(module) if tensors is None else tensors
         found = dict[str, torch.Tensor]()
 
-        def copy(*_: int) -> None:
+        def copy(*_: object) -> None:
             with torch.inference_mode(False):
                 found.update({name: tensor.clone() for name, tensor in self.fetch(module).items()})
 
         self.within([[module]], copy)
         return found
 
-    def within(self, routed: Routed, use: Callable[[int, int], object], guess: Guess | None = None) -> None:
-        """Onloads experts for this thread part by part, and calls `use(first, last)` for each part.
+    def within(self, routed: Routed, use: Use, guess: Guess | None = None) -> None:
+        """Onloads experts for this thread part by part, and calls `use(first, last, tensors)` for each part.
 
         Later experts are read while a part computes, as far as there are places.
 
         Args:
             routed: The offloaded layers of each expert, which may be none, in the order of their use.
-            use: Computes with the experts [first, last) of `routed`.
+            use: Computes with the experts [first, last) of `routed`, and gets the tensors of those of their
+                layers that have a place.
             guess: Returns the offloaded layers of experts that the next call may need. They are read while
                 this call computes, behind all others, and expire with the next call of this thread.
 
         Raises:
             CheckpointError: An expert could not be read.
         """
-        experts = [self._expert_of[layers[0]] if layers else None for layers in routed]
+        expert_of = self._expert_of
+        experts = [expert_of[layers[0]] if layers else None for layers in routed]
         outer = self._onloaded()
         lease = Lease(is_nested=outer is not None)
         try:
@@ -161,7 +162,8 @@ class ExpertCache:
 
     def reset(self) -> None:
         """Forgets all reads in progress; the child of a fork has no reader threads."""
-        self._freed, self._here = threading.Condition(), threading.local()
+        self._reset_locks()
+        self._here = threading.local()
         for places in self._places.values():
             places.reset()
 
@@ -169,37 +171,43 @@ class ExpertCache:
         """Starts to read experts that the next call of this thread may need."""
         if not self._may_guess():
             return
-        experts = [self._expert_of[layers[0]] for layers in guess()]
+        expert_of = self._expert_of
+        experts = [expert_of[layers[0]] for layers in guess()]
         guessed: list[Contents] = []
         self._here.guessed = guessed
-        with self._freed:
-            for expert in experts:
-                if expert.device.type == "cpu":
-                    contents = self._places[expert.device].take_ahead(expert, experts)
-                    guessed += [] if contents is None else [contents]
+        with self._lock:
+            for device, places in self._places.items():
+                if device.type == "cpu":
+                    places.take_ahead([expert for expert in experts if expert.device == device], guessed)
 
     def _expire(self) -> None:
         """Ends the guesses of this thread that its call does not need."""
         guessed: list[Contents] = getattr(self._here, "guessed", [])
         self._here.guessed = []
-        with self._freed:
-            for contents in guessed:
-                self._places[contents.expert.device].expire(contents)
+        with self._lock:
+            for device, places in self._places.items() if guessed else ():
+                if device.type == "cpu":
+                    places.expire(guessed)
+
+    def _reset_locks(self) -> None:
+        self._lock = threading.RLock()  # itself, since a condition takes a call of Python to enter
+        self._freed = threading.Condition(self._lock)
+        self._waiting = 0
 
     def _run(
         self,
         lease: Lease,
         experts: Sequence[Expert | None],
-        use: Callable[[int, int], object],
+        use: Use,
         guess: Guess | None,
     ) -> None:
         order = {expert: index for index, expert in enumerate(experts) if expert is not None}
         held: list[Held | None] = []
         first, has_looked = 0, False
-        with self._freed:
+        with self._lock:
             self.decoding.calls += len(experts) == self._routed
             for device, places in self._places.items():
-                places.note(expert for expert in order if expert.device == device)
+                places.note([expert for expert in order if expert.device == device])
         while first < len(experts):
             self._start(lease, experts, order, first, held)
             if not lease.is_nested and not has_looked and first + len(held) == len(experts):
@@ -210,8 +218,8 @@ class ExpertCache:
             count = _size_of_part(held, len(experts) - first)
             part = [each for each in held[:count] if each is not None]
             try:
-                self._here.tensors = self._onload(part)
-                use(first, first + count)
+                self._here.tensors = tensors = self._onload(part)
+                use(first, first + count, tensors)
             finally:
                 self._release(lease, part)
             del held[:count]
@@ -230,48 +238,61 @@ class ExpertCache:
         held: list[Held | None],
     ) -> None:
         """Gives places to the next experts, at least to the first one, and starts their reads."""
-        with self._freed:
-            while (index := first + len(held)) < len(experts):
-                expert, taken = experts[index], None
-                if expert is not None:
-                    places = self._places[expert.device]
-                    taken = places.take(expert, lease, functools.partial(_needed_at, order, index))
-                    if taken is None and held:
-                        return
-                    if taken is None and not lease.is_nested and places.are_taken_by_others():
-                        self._freed.wait(_PATIENCE)
+        is_token, all_taken = len(experts) == self._routed, False
+        with self._lock:
+            while (index := first + len(held)) < len(experts) and not all_taken:
+                run = _of_one_device(experts, index)
+                if not run:  # a resident expert
+                    held.append(None)
+                    continue
+                places = self._places[run[0].device]
+                taken = places.take(run, lease, order, index)
+                all_taken = len(taken.held) < len(run)
+                count = len(taken.held)
+                if not count and not held:
+                    all_taken = False
+                    if not lease.is_nested and places.are_taken_by_others():
+                        self._wait_for_place()
                         continue
-                    # without a place, `fetch` reads each layer
-                    is_kept = taken is not None and taken.is_kept
-                    self.hits += is_kept
-                    self.misses += not is_kept
-                    if len(experts) == self._routed:
-                        self.decoding.note(taken is not None and taken.is_kept and not taken.is_guess)
-                held.append(taken)
+                    held.append(None)  # without a place, `fetch` reads each layer
+                    count = 1
+                held += taken.held
+                self.hits += taken.kept
+                self.misses += count - taken.kept
+                if is_token:
+                    self.decoding.note(count, taken.kept - taken.guessed)
+
+    def _wait_for_place(self) -> None:
+        self._waiting += 1
+        try:
+            self._freed.wait(_PATIENCE)
+        finally:
+            self._waiting -= 1
 
     def _onload(self, part: Iterable[Held]) -> Tensors:
         """Waits for the reads of experts, and returns the tensors of their layers."""
         found = dict[QuantizedModule, Mapping[str, torch.Tensor]]()
-        for each in part:
-            expert = each.contents.expert
-            try:
-                found.update(self._places[expert.device].memory.use(each.contents))
-            except HfqError as error:
-                raise in_unit(error, expert.name) from error
+        for device, places in self._places.items():
+            found.update(places.memory.use([each for _, each in part if each.expert.device == device]))
         return found
 
     def _release(self, lease: Lease, part: Iterable[Held]) -> None:
         """Frees the places of a part that computed."""
-        with self._freed:
-            for each in part:
-                self._places[each.contents.expert.device].release(each.place, lease)
-            self._freed.notify_all()
+        with self._lock:
+            for device, places in self._places.items():
+                places.release([each for each in part if each[1].expert.device == device], lease)
+            if self._waiting:
+                self._freed.notify_all()
 
 
-def _needed_at(order: Mapping[Expert, int], first: int, expert: Expert) -> int:
-    """Returns the number of an expert in the order of a call, -1 if it comes before `first`."""
-    index = order.get(expert, -1)
-    return index if index >= first else -1
+def _of_one_device(experts: Sequence[Expert | None], first: int) -> list[Expert]:
+    """Returns the experts from a number on that have the device of the first one; none if that is None."""
+    found: list[Expert] = []
+    for expert in itertools.islice(experts, first, None):
+        if expert is None or (found and expert.device != found[0].device):
+            break
+        found.append(expert)
+    return found
 
 
 def _size_of_part(held: Sequence[Held | None], needed: int) -> int:
@@ -284,7 +305,7 @@ def _size_of_part(held: Sequence[Held | None], needed: int) -> int:
     if len(held) < needed:  # there is no place for more: half of them are read while the others compute
         return max(1, len(held) // 2)
     count = min(len(held), _TOGETHER)
-    while count < len(held) and (each := held[count]) is not None and each.contents.ticket.is_done():
+    while count < len(held) and (each := held[count]) is not None and each[1].ticket.is_done:
         count += 1
     return count
 

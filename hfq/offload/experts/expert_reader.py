@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from hfq.errors import PlacementError
-from hfq.kernels.layer_tensors import LayerTensors, PlacedTensors
+from hfq.errors import HfqError, PlacementError
+from hfq.kernels.layer_tensors import LayerPlaces, LayerTensors, PlacedTensors
 from hfq.modules.flat_buffer import FlatBuffer, flat_layout
 from hfq.modules.quantized_module import QuantizedModule
-from hfq.offload.byte_source import Source
+from hfq.offload.byte_source import CHUNK_NBYTES, Source
 from hfq.offload.copy_stream import CopyStream
+from hfq.offload.guards import in_unit
 from hfq.offload.host_memory import huge_buffer
-from hfq.offload.offload_buffers import Move, chunks_with_copies, fill_on_host, memory_of
+from hfq.offload.offload_buffers import Move, chunks_with_copies, copy_within, memory_of
 from hfq.offload.pinned_weights import PinnedWeights
 from hfq.offload.reader_threads import Ticket
 from hfq.offload.unit import is_on_disk
@@ -89,11 +90,24 @@ class Expert:
         held += [info for module in self.mapped for info in module.infos.values() if info not in held]
         return lay_out_on_device(infos, held, EXPERT_GAP_NBYTES)
 
+    @functools.cached_property
+    def chunks(self) -> list[tuple[ByteRange, int, int]]:
+        """The requests that fill a place on the host, with the start and the end of their bytes there."""
+        return [
+            (wanted, first, first - (-wanted.nbytes // PAGE) * PAGE)
+            for run in self.layout.runs
+            for wanted, first in run.chunks(CHUNK_NBYTES)
+        ]
+
+    @functools.cached_property
+    def layer_places(self) -> list[tuple[QuantizedModule, LayerPlaces]]:
+        """The offsets of each layer's tensors in a place."""
+        return [(module, LayerPlaces(module.infos, self.layout.places)) for module in self.modules]
+
     def tensors(self, buffer: torch.Tensor) -> Tensors:
         """Returns views of a place that holds the expert."""
         if buffer.is_cpu:
-            places = self.layout.places
-            return {module: PlacedTensors(buffer, module.infos, places) for module in self.modules}
+            return {module: PlacedTensors(buffer, places) for module, places in self.layer_places}
         with torch.inference_mode(False):  # also used outside of inference mode
             return {
                 module: LayerTensors(self._of_module(module, buffer).tensors()) for module in self.modules
@@ -136,6 +150,7 @@ class Contents:
         buffer: As above.
         ticket: The read, from `ExpertMemory.fill` on.
         copied: The point after the copies to an accelerator.
+        tensors: The tensors of each layer, from the first `ExpertMemory.use` on; the same objects each time.
     """
 
     ticket: Ticket
@@ -143,13 +158,7 @@ class Contents:
     def __init__(self, expert: Expert, buffer: torch.Tensor) -> None:
         self.expert, self.buffer = expert, buffer
         self.copied: Any = None
-        self._tensors: Tensors | None = None
-
-    def tensors(self) -> Tensors:
-        """Returns the tensors of each layer. They are the same objects each time."""
-        if self._tensors is None:
-            self._tensors = self.expert.tensors(self.buffer)
-        return self._tensors
+        self.tensors: Tensors | None = None
 
 
 class ExpertMemory(ABC):
@@ -165,7 +174,11 @@ class ExpertMemory(ABC):
         count: As above.
         place_nbytes: The bytes of a place, a multiple of 4096.
         memory: All places: uint8 [count * place_nbytes].
+        is_on_host: True if the host computes. Then a read is over when its ticket is done, and computation
+            when its call returns.
     """
+
+    is_on_host = False
 
     def __init__(
         self, experts: Sequence[Expert], count: int, source: Source, copy_stream: CopyStream
@@ -174,29 +187,36 @@ class ExpertMemory(ABC):
         self._source, self._copy_stream = source, copy_stream
         self.memory = self._make(count * self.place_nbytes)
 
+        self._views = list(self.memory.view(count, self.place_nbytes)) if count else []
+
+    @abstractmethod
     def fill(self, number: int, expert: Expert) -> Contents:
         """Returns the contents of a place and their read, which the caller submits."""
-        start = number * self.place_nbytes
-        contents = Contents(expert, self.memory[start : start + expert.layout.nbytes])
-        contents.ticket = self._read(contents)
-        return contents
 
-    def use(self, contents: Contents) -> Tensors:
-        """Waits for the read of an expert, and returns its tensors for this thread.
+    def use(self, contents: Iterable[Contents]) -> Tensors:
+        """Waits for the reads of experts, and returns their tensors for this thread.
 
         Raises:
-            CheckpointError: It could not be read.
+            CheckpointError: One could not be read.
         """
-        contents.ticket.wait()
-        self._copy_stream.compute_after(contents.copied)
-        return contents.tensors()
+        found = dict[QuantizedModule, Mapping[str, torch.Tensor]]()
+        for each in contents:
+            ticket = each.ticket
+            if not ticket.is_done or ticket.error is not None:
+                try:
+                    ticket.wait()
+                except HfqError as error:
+                    raise in_unit(error, each.expert.name) from error
+            if not self.is_on_host:
+                self._copy_stream.compute_after(each.copied)
+            if each.tensors is None:
+                each.tensors = each.expert.tensors(each.buffer)
+            found.update(each.tensors)
+        return found
 
-    def has_failed(self, contents: Contents) -> bool:
-        """Returns True if the read or a copy of an expert is known to have failed."""
-        ticket = contents.ticket
-        if ticket.error is not None or ticket.is_cancelled:
-            return True
-        return ticket.is_done() and self._copy_stream.has_failed(contents.copied)
+    def has_failed_copy(self, contents: Contents) -> bool:
+        """Returns True if a copy of an expert to an accelerator is known to have failed."""
+        return contents.ticket.is_done and self._copy_stream.has_failed(contents.copied)
 
     def mark_use(self, marks: Sequence[Any]) -> list[Any]:
         """Returns those marks that are not past, and one after all computation of this thread."""
@@ -215,10 +235,6 @@ class ExpertMemory(ABC):
     def _make(self, nbytes: int) -> torch.Tensor:
         """Allocates the memory."""
 
-    @abstractmethod
-    def _read(self, contents: Contents) -> Ticket:
-        """Returns the read of an expert."""
-
 
 def place_nbytes(experts: Iterable[Expert]) -> int:
     """Returns the bytes of a place that holds any of these experts."""
@@ -228,11 +244,26 @@ def place_nbytes(experts: Iterable[Expert]) -> int:
 class HostExperts(ExpertMemory):
     """Memory of experts that compute on the host. Places that were never used take no memory."""
 
+    is_on_host = True
+
+    def __init__(
+        self, experts: Sequence[Expert], count: int, source: Source, copy_stream: CopyStream
+    ) -> None:
+        super().__init__(experts, count, source, copy_stream)
+        self._bytes = [memory_of(view) for view in self._views]
+
+    def fill(self, number: int, expert: Expert) -> Contents:
+        contents, read, memory = Contents(expert, self._views[number]), self._source.read, self._bytes[number]
+        jobs: list[Callable[[], None]] = []
+        partial = functools.partial
+        for wanted, first, end in expert.chunks:
+            jobs.append(partial(read, wanted, memory[first:end]))
+        copies = expert.layout.copies
+        contents.ticket = Ticket(jobs, partial(copy_within, contents.buffer, copies) if copies else None)
+        return contents
+
     def _make(self, nbytes: int) -> torch.Tensor:
         return huge_buffer(nbytes, is_exact=True)
-
-    def _read(self, contents: Contents) -> Ticket:
-        return fill_on_host(self._source, contents.expert.layout, contents.buffer)
 
 
 class AcceleratorExperts(ExpertMemory):
@@ -258,8 +289,9 @@ class AcceleratorExperts(ExpertMemory):
                 fix="Pass a smaller HfqConfig(expert_cache_size=...).",
             ) from error
 
-    def _read(self, contents: Contents) -> Ticket:
-        expert, buffer, copy = contents.expert, contents.buffer, self._copy_stream.copy
+    def fill(self, number: int, expert: Expert) -> Contents:
+        contents, copy = Contents(expert, self._views[number]), self._copy_stream.copy
+        buffer = contents.buffer
 
         def finish() -> None:
             for place, memory in [] if expert.pinned is None else expert.pinned.copies(expert.layout):
@@ -268,7 +300,8 @@ class AcceleratorExperts(ExpertMemory):
 
         jobs = [self._copying(module, contents) for module in expert.mapped]
         jobs += [self._moving(*chunk, buffer) for chunk in chunks_with_copies(expert.layout)]
-        return Ticket(jobs, finish)
+        contents.ticket = Ticket(jobs, finish)
+        return contents
 
     def _moving(
         self, wanted: ByteRange, offset: int, moves: Sequence[Move], buffer: torch.Tensor

@@ -55,6 +55,7 @@ class Lookahead:
         self, router: nn.Module, experts: QuantizedExperts, input_ids: Callable[[], torch.Tensor | None]
     ) -> None:
         self._router, self._experts, self._input_ids = router, experts, input_ids
+        self._parts = list(router.modules())
         self._tells = True
 
     @property
@@ -74,12 +75,7 @@ class Lookahead:
         if chosen is None:
             return []
         numbers = chosen.flatten().tolist() if len(chosen) == 1 else chosen.unique().tolist()
-        found = []
-        for number in numbers:
-            if 0 <= number < len(self._experts):
-                layers = self._experts[number].values()
-                found.append([layer for layer in layers if layer.is_offloaded])
-        return [layers for layers in found if layers]
+        return self._experts.offloaded_layers(numbers)
 
     def _choose(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the experts of each token, or None if the router cannot tell."""
@@ -89,8 +85,10 @@ class Lookahead:
         router = self._router
         if hidden_states is None or not self._tells or router.training:
             return None
-        if any(weight.is_meta for weight in (*router.parameters(), *router.buffers())):
-            return None
+        for module in self._parts:
+            for weight in (*module._parameters.values(), *module._buffers.values()):
+                if weight is not None and weight.is_meta:
+                    return None
         try:
             with torch.no_grad():  # past hooks: transformers records what a router returns
                 chosen = _indices(type(router).forward(router, hidden_states))

@@ -5,16 +5,21 @@ from __future__ import annotations
 import heapq
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from hfq.offload.experts.eviction import EMPTY, HALF_LIFE, DecayedCounts, Value
+from hfq.offload.experts.eviction import EMPTY, HALF_LIFE, NEVER_USED, DecayedCounts, Value
 from hfq.offload.experts.expert_reader import Contents, Expert, ExpertMemory
 from hfq.offload.experts.lookahead import GuessCounts
-from hfq.offload.reader_threads import Pool
+from hfq.offload.reader_threads import Pool, Ticket
 
-__all__ = ["Held", "Lease", "Place", "Places"]
+__all__ = ["Held", "Lease", "Place", "Places", "Taken"]
+
+Entry = tuple[Value, int]
+"""The value and the number of a place."""
+
+Order = Mapping[Expert, int]
+"""The number of each expert in the order of a call."""
 
 _MOST_ENTRIES = 4
 """Entries of the heap for each place; a place with a new value has a new one, and the old ones are stale."""
@@ -30,12 +35,14 @@ class Lease:
         is_open: False after its end.
         thread: The thread of the call.
         is_nested: As above.
+        ref: A weak reference to the lease, which places keep.
     """
 
-    __slots__ = ("__weakref__", "is_nested", "is_open", "thread")
+    __slots__ = ("__weakref__", "is_nested", "is_open", "ref", "thread")
 
     def __init__(self, is_nested: bool) -> None:
         self.is_open, self.thread, self.is_nested = True, threading.get_ident(), is_nested
+        self.ref = weakref.ref(self)
 
 
 class Place:
@@ -59,13 +66,9 @@ class Place:
         self.value: Value = EMPTY
         self.is_guess = False
 
-    def holds(self, experts: Collection[Expert]) -> bool:
-        """Returns True if the place has the contents of one of these experts."""
-        return self.contents is not None and self.contents.expert in experts
-
     def is_settled(self) -> bool:
         """Returns True if nothing is being read to the place."""
-        return self.contents is None or self.contents.ticket.is_done()
+        return self.contents is None or self.contents.ticket.is_done
 
     def holders(self) -> list[Lease]:
         """Returns the leases that have not ended."""
@@ -75,21 +78,22 @@ class Place:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A place that a call uses.
+Held = tuple[Place, Contents]
+"""A place that a call uses, and its contents, which stay until the call frees the place."""
+
+
+class Taken(NamedTuple):
+    """Places that were given to a call.
 
     Attributes:
-        place: The place.
-        contents: Its contents, which stay until the call frees the place.
-        is_kept: True if it held the expert already, or a guess had begun to read it.
-        is_guess: True if a guess had begun to read it, and no call had asked for it.
+        held: The places, in the order of the experts; fewer than experts if calls use all others.
+        kept: Number of those that held the expert already, or to which a guess had begun to read it.
+        guessed: Number of those to which a guess had begun to read it, and no call had asked for it.
     """
 
-    place: Place
-    contents: Contents
-    is_kept: bool
-    is_guess: bool
+    held: list[Held]
+    kept: int
+    guessed: int
 
 
 class Places:
@@ -98,7 +102,8 @@ class Places:
     The expert with the fewest uses leaves first, of which old ones count less.
 
     Only one thread at a time may call a method. The contents of a place alone say what it holds, and the
-    heap is made again if it has no free place, so that no place is lost by an interrupt.
+    heap is made again if it has no free place, so that no place is lost by an interrupt. Methods take all
+    experts of a call, since a call of Python for each of them takes longer than multiplying by small ones.
 
     Args:
         memory: The memory of the places.
@@ -119,75 +124,98 @@ class Places:
         """The bytes of the places that are not empty."""
         return sum(place.contents is not None for place in self.places) * self.memory.place_nbytes
 
-    def find(self, expert: Expert) -> Place | None:
-        """Returns the place that holds an expert, or to which it is being read."""
-        place = self._index.get(expert)
-        contents = None if place is None else place.contents
-        if place is None or contents is None or contents.expert is not expert:
-            return None
-        if self.memory.has_failed(contents):
-            self._set_value(place, EMPTY)
-            return None
-        return place
-
-    def note(self, experts: Iterable[Expert]) -> None:
+    def note(self, experts: Sequence[Expert]) -> None:
         """Counts the use of all experts of a call."""
         call, self._calls = self._calls, self._calls + 1
-        for expert in experts:
-            value, place = self._uses.note(expert, call), self.find(expert)
+        self._uses.note_all(experts, call)
+        values = self._uses.values
+        for expert, place in zip(experts, self._find(experts), strict=True):
             if place is not None:
-                self._set_value(place, value)
+                place.value = values[expert]
+                heapq.heappush(self._heap, (place.value, place.number))
+        if len(self._heap) > _MOST_ENTRIES * len(self.places):
+            self._heap = self._sorted()
 
-    def take(self, expert: Expert, lease: Lease, needed_at: Callable[[Expert], int]) -> Held | None:
-        """Returns a place of an expert; its read starts if it had none.
-
-        Args:
-            expert: The expert.
-            lease: The call that uses it.
-            needed_at: Returns when the same call needs an expert; a negative number if it does not later.
-
-        Returns:
-            None if calls use all places.
-        """
-        place = self.find(expert)
-        contents = None if place is None else place.contents
-        place = place or self._free_place(needed_at)
-        if place is None:
-            return None
-        place.leases.append(weakref.ref(lease))
-        is_guess = contents is not None and place.is_guess
-        if contents is not None and is_guess:
-            place.is_guess = False
-            self._guesses.used += 1
-            if not contents.ticket.is_done():
-                self._pool.submit(contents.ticket)  # waits behind no other guess
-        return Held(place, contents or self._fill(place, expert), contents is not None, is_guess)
-
-    def take_ahead(self, expert: Expert, others: Collection[Expert]) -> Contents | None:
-        """Reads an expert that may be needed; returns None if it is there, or can have no place.
+    def take(self, experts: Sequence[Expert], lease: Lease, order: Order, first: int) -> Taken:
+        """Gives places to experts, in their order, and starts the reads of those that had none.
 
         Args:
-            expert: The expert.
-            others: Experts that were guessed with it, and stay.
+            experts: The experts.
+            lease: The call that uses them.
+            order: All experts of the call.
+            first: The number of the first of `experts` in the order of the call.
         """
-        if self.find(expert) is not None:
-            return None
-        place = self._find_free(lambda place: place.is_settled() and not place.holds(others))
-        if place is None:
-            return None
-        self._guesses.made += 1
-        return self._fill(place, expert, is_guess=True)
+        held: list[Held] = []
+        filled: list[Held] = []
+        urgent: list[Ticket] = []
+        aside: list[Entry] = []
+        kept = guessed = 0
+        try:
+            for number, (expert, place) in enumerate(zip(experts, self._find(experts), strict=True), first):
+                contents = None if place is None else place.contents
+                if place is None or contents is None or contents.expert is not expert:
+                    place = self._find_free(order, number, aside) or self._needed_last(order)
+                    if place is None:
+                        break
+                    place.leases.append(lease.ref)
+                    contents = self._fill(place, expert)
+                    filled.append((place, contents))
+                else:
+                    place.leases.append(lease.ref)
+                    kept += 1
+                    if place.is_guess:
+                        place.is_guess = False
+                        guessed += 1
+                        self._guesses.used += 1
+                        if not contents.ticket.is_done:
+                            urgent.append(contents.ticket)  # waits behind no other guess
+                held.append((place, contents))
+        finally:
+            self._put_back(aside)
+            self._submit(filled, urgent)
+        return Taken(held, kept, guessed)
 
-    def expire(self, contents: Contents) -> None:
-        """Drops the read of a guess that no call asked for."""
-        place = self._index.get(contents.expert)
-        if place is not None and place.is_guess and place.contents is contents:
-            self._drop_guess(place, contents)
+    def take_ahead(self, experts: Sequence[Expert], guessed: list[Contents]) -> None:
+        """Reads experts that may be needed, as far as they are not there, and there are places.
 
-    def release(self, place: Place, lease: Lease) -> None:
-        """Ends a lease of a place after its computation was submitted."""
-        place.computed = self.memory.mark_use(place.computed)
-        place.leases = [ref for ref in place.leases if ref() is not None and ref() is not lease]
+        Args:
+            experts: The experts.
+            guessed: Receives the contents of those that are read.
+        """
+        order = dict.fromkeys(experts, 0)  # none of them leaves for another
+        filled: list[Held] = []
+        aside: list[Entry] = []
+        try:
+            for expert, found in zip(experts, self._find(experts), strict=True):
+                if found is not None:
+                    continue
+                place = self._find_free(order, 0, aside, is_settled=True)
+                if place is None:
+                    break
+                self._guesses.made += 1
+                contents = self._fill(place, expert, is_guess=True)
+                filled.append((place, contents))
+                guessed.append(contents)
+        finally:
+            self._put_back(aside)
+            self._submit(filled, is_guess=True)
+
+    def expire(self, guessed: Iterable[Contents]) -> None:
+        """Drops the reads of guesses that no call asked for."""
+        for contents in guessed:
+            place = self._index.get(contents.expert)
+            if place is not None and place.is_guess and place.contents is contents:
+                self._drop_guess(place, contents)
+
+    def release(self, held: Iterable[Held], lease: Lease) -> None:
+        """Ends a lease of places after their computation was submitted."""
+        for place, _ in held:
+            if not self.memory.is_on_host:
+                place.computed = self.memory.mark_use(place.computed)
+            if place.leases == [lease.ref]:
+                place.leases = []
+            else:
+                place.leases = [ref for ref in place.leases if ref() is not None and ref is not lease.ref]
 
     def are_taken_by_others(self) -> bool:
         """Returns True if calls of other threads use places."""
@@ -198,38 +226,73 @@ class Places:
         """Forgets leases and reads in progress."""
         for place in self.places:
             place.leases, place.computed, place.is_guess = [], [], False
-            if place.contents is not None and not place.contents.ticket.is_done():
+            if place.contents is not None and not place.contents.ticket.is_done:
                 place.contents, place.value = None, EMPTY
         self._heap = self._sorted()
 
-    def _free_place(self, needed_at: Callable[[Expert], int]) -> Place | None:
-        """Returns the place without a lease that has the least value.
+    def _find(self, experts: Iterable[Expert]) -> list[Place | None]:
+        """Returns the place that holds each expert, or to which it is being read."""
+        index, memory = self._index, self.memory
+        found: list[Place | None] = []
+        for expert in experts:
+            place = index.get(expert)
+            contents = None if place is None else place.contents
+            if place is None or contents is None or contents.expert is not expert:
+                found.append(None)
+                continue
+            ticket = contents.ticket
+            has_failed = ticket.error is not None or ticket.is_cancelled
+            if has_failed or (not memory.is_on_host and memory.has_failed_copy(contents)):
+                self._set_value(place, EMPTY)
+                place = None
+            found.append(place)
+        return found
 
-        If the same call needs all of them later, it is the one that it needs last.
-        """
+    def _needed_last(self, order: Order) -> Place | None:
+        """Returns the place without a lease that a call needs last, if it needs all of them."""
 
         def when(place: Place) -> int:
-            return -1 if place.contents is None else needed_at(place.contents.expert)
+            return -1 if place.contents is None else order.get(place.contents.expert, -1)
 
-        found = self._find_free(lambda place: when(place) < 0)
-        return found or max((place for place in self.places if not place.holders()), key=when, default=None)
+        return max((place for place in self.places if not place.holders()), key=when, default=None)
 
-    def _find_free(self, suits: Callable[[Place], bool]) -> Place | None:
-        """Returns the place with the least value of those that have no lease and suit."""
-        aside = []
-        try:
-            while self._heap:
-                value, number = self._heap[0]
-                place = self.places[number]
-                if value == place.value and not place.holders() and suits(place):
+    def _find_free(
+        self, order: Order, first: int, aside: list[Entry], is_settled: bool = False
+    ) -> Place | None:
+        """Returns the place with the least value that has no lease and no expert of the rest of a call.
+
+        Args:
+            order: The experts of the call.
+            first: The number of the first expert of the rest.
+            aside: Receives the entries of places that are not free during this call of a method.
+            is_settled: True for a place to which nothing is being read.
+        """
+        places = self.places
+        for is_whole in (False, True):
+            heap = self._heap
+            while heap:
+                value, number = heap[0]
+                place = places[number]
+                if value != place.value:
+                    heapq.heappop(heap)
+                    continue
+                contents = place.contents
+                if not (place.leases and place.holders()) and (
+                    contents is None
+                    or (
+                        order.get(contents.expert, -1) < first and (not is_settled or contents.ticket.is_done)
+                    )
+                ):
                     return place
-                entry = heapq.heappop(self._heap)
-                aside += [entry] if value == place.value else []
-        finally:
-            for entry in aside:
-                heapq.heappush(self._heap, entry)
-        free = (place for place in self.places if not place.holders() and suits(place))
-        return min(free, key=lambda place: place.value, default=None)
+                aside.append(heapq.heappop(heap))
+            if not is_whole:
+                self._heap = self._sorted()
+                aside.clear()
+        return None
+
+    def _put_back(self, aside: list[Entry]) -> None:
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
 
     def _set_value(self, place: Place, value: Value) -> None:
         if value != place.value:
@@ -238,8 +301,8 @@ class Places:
             if len(self._heap) > _MOST_ENTRIES * len(self.places):
                 self._heap = self._sorted()
 
-    def _sorted(self) -> list[tuple[Value, int]]:
-        return sorted((place.value, place.number) for place in self.places)
+    def _sorted(self) -> list[Entry]:
+        return sorted([(place.value, place.number) for place in self.places])
 
     def _drop_guess(self, place: Place, contents: Contents) -> None:
         place.is_guess = False
@@ -249,26 +312,39 @@ class Places:
             self._guesses.wasted_nbytes += contents.expert.layout.needed_nbytes
 
     def _fill(self, place: Place, expert: Expert, is_guess: bool = False) -> Contents:
+        """Gives a place new contents, whose read the caller submits."""
         former = place.contents
         if former is not None:
             if place.is_guess:
                 self._drop_guess(place, former)
-            former.ticket.cancel()  # waits for reads that a failed call left
-            place.contents = None
-            self._set_value(place, EMPTY)
+            if not former.ticket.is_done:
+                former.ticket.cancel()  # waits for reads that a failed call left
+            place.contents, place.value = None, EMPTY
             if self._index.get(former.expert) is place:
                 del self._index[former.expert]
-        self.memory.free_after(place.computed)
-        place.computed = []
+        if place.computed:
+            self.memory.free_after(place.computed)
+            place.computed = []
         contents = self.memory.fill(place.number, expert)
-        try:
-            self._index[expert] = place
-            place.contents = contents  # before any thread writes there
-            place.is_guess = is_guess
-            self._set_value(place, self._uses.value(expert))
-            self._pool.submit(contents.ticket, is_guess)
-        except BaseException:
-            contents.ticket.is_cancelled = True
-            self._set_value(place, EMPTY)
-            raise
+        contents.ticket.is_cancelled = True  # until it is submitted
+        self._index[expert] = place
+        place.contents = contents  # before any thread writes there
+        place.is_guess = is_guess
+        self._set_value(place, self._uses.values.get(expert, NEVER_USED))
         return contents
+
+    def _submit(self, filled: Sequence[Held], urgent: Sequence[Ticket] = (), is_guess: bool = False) -> None:
+        """Submits the reads of filled places, behind those of guesses that turned out right."""
+        if not filled and not urgent:
+            return
+        try:
+            tickets = [*urgent]
+            for _, contents in filled:
+                tickets.append(contents.ticket)
+                contents.ticket.is_cancelled = False
+            self._pool.submit_all(tickets, is_guess)
+        except BaseException:
+            for place, contents in filled:
+                contents.ticket.is_cancelled = True
+                self._set_value(place, EMPTY)
+            raise

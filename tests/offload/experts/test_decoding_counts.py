@@ -7,7 +7,7 @@ def test_tokens_are_whole_passes_and_the_rate_is_that_of_all_lookups():
     counts = DecodingCounts(period=3)
     assert (counts.tokens, counts.hit_rate) == (0, 0.0)
     for is_kept in (True, True, False, True):
-        counts.note(is_kept)
+        counts.note(1, is_kept)
     counts.calls = 7
     assert (counts.tokens, counts.hit_rate) == (2, 0.75)
 

@@ -111,7 +111,7 @@ def test_all_that_are_there_compute_together(build_experts):
 def test_a_resident_expert_between_offloaded_ones_needs_no_place(build_experts):
     experts, parts = build_experts(places=2), []
     routed = [experts.layers[0], [], experts.layers[1], []]
-    experts.cache.within(routed, lambda first, last: parts.append((first, last)))
+    experts.cache.within(routed, lambda first, last, _: parts.append((first, last)))
     assert parts[0][0] == 0
     assert parts[-1][1] == 4
     assert experts.kept() == [0, 1]
