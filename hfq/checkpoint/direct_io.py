@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 from hfq.checkpoint.reader import Reader
 from hfq.tensor_spec import ByteRange
@@ -62,6 +63,26 @@ class DirectFiles:
         if done < source.nbytes:
             rest = ByteRange(source.file, source.offset + done, source.nbytes - done)
             self._reader.read_into(rest, target[done : source.nbytes])
+
+    def read_parts(self, source: ByteRange, targets: Sequence[memoryview]) -> bool:
+        """Reads from byte `source.offset` into several parts of memory, by one request.
+
+        Args:
+            source: The bytes to read. The offset is a multiple of 4096.
+            targets: Memory as in `read_direct`, filled one part after the other.
+
+        Returns:
+            False if the system has no direct reads, or read fewer bytes.
+        """
+        descriptor = self._descriptor(source.file, _O_DIRECT)
+        if descriptor is None:
+            return False
+        try:
+            count = os.preadv(descriptor, targets, source.offset)
+        except OSError:
+            return False
+        self._reader.count(bytes_read=count, calls=1)
+        return count >= source.nbytes
 
     def read_scattered(self, source: ByteRange, target: memoryview) -> None:
         """Reads the bytes of `source` into `target` without read-ahead, for rows of large matrices.

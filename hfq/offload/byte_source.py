@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from hfq.checkpoint import Reader
@@ -124,6 +124,40 @@ class Source:
             on_read(wanted, started, ended)
         if self._verify != "off":
             self._check(wanted, target)
+
+    def read_together(self, chunks: Sequence[tuple[ByteRange, memoryview]]) -> bool:
+        """Fills several targets in one direct request.
+
+        Args:
+            chunks: Pairs of a chunk and its target, as in `read`, the target in whole pages. In the file,
+                each chunk begins in the page in which the one before it ends, or with the next page. A page
+                of two chunks is read once, and copied.
+
+        Returns:
+            False if the reads are not direct, are compared with checksums, or failed. Then the chunks must be
+            read one by one.
+        """
+        if self.mode != "direct" or self._verify != "off":
+            return False
+        file, first, end = chunks[0][0].file, chunks[0][0].offset, chunks[0][0].offset
+        parts, last = list[memoryview](), chunks[-1][0]
+        for wanted, target in chunks:
+            parts.append(target[end - wanted.offset :])
+            end = wanted.offset + len(target)
+        whole = ByteRange(file, first, last.offset + last.nbytes - first)
+        started = time.perf_counter()
+        if not self.files.read_parts(whole, [part for part in parts if len(part)]):
+            return False
+        ended = time.perf_counter()
+        for (_, before), (_, target), part in zip(chunks, chunks[1:], parts[1:], strict=False):
+            shared = len(target) - len(part)
+            target[:shared] = before[len(before) - shared :]
+        with self._lock:
+            self.nbytes_read += whole.nbytes
+        on_read = self.on_read
+        for wanted, _ in chunks if on_read is not None else ():
+            on_read(wanted, started, ended)  # type: ignore[misc]
+        return True
 
     def record(self, chunks: Iterable[ByteRange], scratch: memoryview) -> None:
         """Reads chunks once and keeps their checksums for the comparison with later reads."""

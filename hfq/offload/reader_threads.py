@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import queue
 import threading
@@ -11,9 +12,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-from hfq.errors import SetupError
+from hfq.errors import HfqError, SetupError
 
-__all__ = ["Pool", "Ticket"]
+__all__ = ["Part", "Pool", "Ticket", "JobGroups"]
 
 Job = Callable[[], None]
 
@@ -33,7 +34,7 @@ class Ticket:
     """
 
     def __init__(self, jobs: Iterable[Job], then: Job | None = None) -> None:
-        self._waiting = collections.deque(jobs)
+        self._waiting = dict(enumerate(jobs))
         self._then = then
         self._running = 0
         self._lock = threading.Lock()
@@ -82,16 +83,40 @@ class Ticket:
 
     def run_next(self) -> None:
         """Runs one job that has not started, in a thread of the pool; does nothing if there is none."""
-        with self._lock:
-            if not self._waiting:
-                return
-            self._running += 1
-            job = self._waiting.popleft()
+        job = self.begin()
+        if job is not None:
+            self.run(job)
+
+    def run(self, job: Job) -> None:
+        """Runs a job that was begun."""
+        error = None
         try:
             if not self.is_cancelled and self.error is None:
                 job()
-        except BaseException as error:  # raised again in the thread that waits for the buffer
-            self.error = self.error or error
+        except BaseException as raised:  # raised again in the thread that waits for the buffer
+            error = raised
+        self.end(error)
+
+    def begin(self, number: int | None = None) -> Job | None:
+        """Returns the job of this number, or the next one, which the caller runs and ends.
+
+        Returns:
+            None if it has begun, or was dropped.
+        """
+        with self._lock:
+            if number is None:
+                number = next(iter(self._waiting), -1)
+            job = self._waiting.pop(number, None)
+            self._running += job is not None
+        return job
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends a job that was begun.
+
+        Args:
+            error: The error of the job, or None.
+        """
+        self.error = self.error or error
         with self._lock:
             is_last = not self._waiting and self._running == 1
             self._running -= not is_last  # the last job counts as running until `then` is done, too
@@ -127,17 +152,66 @@ class Ticket:
                 pass
 
 
+Part = tuple[Ticket, int]
+"""A job of a ticket, with its number."""
+
+
+class JobGroups:
+    """Jobs of several tickets, in groups that one function may do at once.
+
+    Args:
+        groups: The jobs of each group.
+        do: Does the jobs of these numbers of a group. If it returns False or fails, they run one by one, and
+            each ticket gets the error of its own job.
+
+    Attributes:
+        count: The number of groups.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Part]], do: Callable[[int, Sequence[int]], bool]) -> None:
+        self._groups, self._do = groups, do
+        self._next = itertools.count()
+        self.count = len(groups)
+
+    def run_next(self) -> None:
+        """Does the jobs of the next group that have not begun, in a thread of the pool."""
+        group = next(self._next)
+        begun = [
+            (index, ticket, job)
+            for index, (ticket, number) in enumerate(self._groups[group])
+            if (job := ticket.begin(number)) is not None
+        ]
+        is_done = False
+        with contextlib.suppress(HfqError):
+            is_done = len(begun) > 1 and self._do(group, [index for index, _, _ in begun])
+        for _, ticket, job in begun:
+            if is_done:
+                ticket.end()
+            else:
+                ticket.run(job)
+
+    def refuse(self, error: BaseException) -> None:
+        """Fails the tickets, unless all of their jobs have started."""
+        for group in self._groups:
+            for ticket, _ in group:
+                ticket.refuse(error)
+
+
 class Pool:
     """Daemon threads that run jobs in the order of submission, from the first job until `close`.
 
     Jobs that may be useless run when no other job waits, and in half of the threads.
 
+    Args:
+        threads: The most threads.
+
     Attributes:
+        threads: As above.
         busy_seconds: Seconds during which at least one job ran.
     """
 
     def __init__(self, threads: int) -> None:
-        self._count = threads
+        self.threads = threads
         self._reset()
         _pools.add(self)
 
@@ -146,7 +220,7 @@ class Pool:
         self.submit_all([ticket], is_guess)
         return ticket
 
-    def submit_all(self, tickets: Sequence[Ticket], is_guess: bool = False) -> None:
+    def submit_all(self, tickets: Sequence[Ticket | JobGroups], is_guess: bool = False) -> None:
         """Submits the jobs of tickets to the threads.
 
         Args:
@@ -167,7 +241,7 @@ class Pool:
                 )
             jobs = [ticket for ticket in tickets for _ in range(ticket.count)]
             self._queue.put(jobs, is_guess)
-            while jobs and len(self._threads) < self._count:
+            while jobs and len(self._threads) < self.threads:
                 thread = threading.Thread(
                     target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True
                 )
@@ -205,7 +279,7 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._queue = _Queue(max(1, self._count // 2))
+        self._queue = _Queue(max(1, self.threads // 2))
         self._threads: list[threading.Thread] = []
         self._clock = _Clock()
         self._is_closed = False
@@ -222,17 +296,18 @@ class _Queue:
 
     def __init__(self, guesses: int) -> None:
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._tickets, self._guesses = collections.deque[Ticket](), collections.deque[Ticket]()
+        self._tickets = collections.deque[Ticket | JobGroups]()
+        self._guesses = collections.deque[Ticket | JobGroups]()
         self._free = threading.Semaphore(guesses)
 
-    def put(self, tickets: Iterable[Ticket], is_guess: bool) -> None:
+    def put(self, tickets: Iterable[Ticket | JobGroups], is_guess: bool) -> None:
         """Adds a ticket for each of its jobs."""
         waiting = self._guesses if is_guess else self._tickets
         for ticket in tickets:
             waiting.append(ticket)
             self._wakes.put(True)
 
-    def get(self) -> tuple[Ticket, bool] | None:
+    def get(self) -> tuple[Ticket | JobGroups, bool] | None:
         """Returns the next ticket and True for a guess, or None if the thread must end."""
         while True:
             with contextlib.suppress(IndexError):
@@ -248,7 +323,7 @@ class _Queue:
         """Notes that a guess ran."""
         self._free.release()
 
-    def clear(self) -> list[Ticket]:
+    def clear(self) -> list[Ticket | JobGroups]:
         """Returns all tickets, and forgets them."""
         found = []
         for tickets in (self._tickets, self._guesses):

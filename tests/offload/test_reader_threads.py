@@ -10,7 +10,7 @@ from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.offload.byte_source import Source
-from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.reader_threads import JobGroups, Pool, Ticket
 from hfq.tensor_spec import ByteRange
 
 TIMEOUT = 20
@@ -353,3 +353,61 @@ def test_where_the_system_gives_few_threads_they_do_all_the_work(monkeypatch, po
         with pytest.raises(SetupError, match="No reader thread could be started"):
             ticket.wait()
     pool.close()
+
+
+def test_jobs_of_several_tickets_are_done_together_except_those_that_have_begun():
+    ran, asked = [], []
+    tickets = [Ticket([lambda number=number: ran.append(number)]) for number in range(4)]
+    assert tickets[1].withdraw()
+    tickets[2].run_next()
+
+    def do(group, begun):
+        asked.append((group, begun))
+        return True
+
+    groups = JobGroups([[(ticket, 0) for ticket in tickets], [(Ticket([]), 0)]], do)
+    groups.run_next()
+    groups.run_next()
+    assert asked == [(0, [0, 3])]
+    assert ran == [2]
+    assert all(ticket.is_done for ticket in tickets)
+    assert [ticket.is_cancelled for ticket in tickets] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_jobs_that_cannot_be_done_together_run_one_by_one_with_errors_of_their_own(fails):
+    def do(group, begun):
+        if fails:
+            raise CheckpointError("Neither.", fix="-")
+        return False
+
+    ran = []
+    tickets = [Ticket([lambda: ran.append(1)]), Ticket([lambda: 1 / 0]), Ticket([lambda: ran.append(2)])]
+    pool = Pool(1)
+    pool.submit_all([JobGroups([[(ticket, 0) for ticket in tickets]], do)])
+    tickets[0].wait()
+    tickets[2].wait()
+    with pytest.raises(ZeroDivisionError):
+        tickets[1].wait()
+    assert ran == [1, 2]
+    pool.close()
+
+
+def test_tickets_that_wait_together_fail_when_the_pool_is_closed():
+    pool, begun, leave = Pool(1), threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        leave.wait(20)
+
+    pool.submit(Ticket([hold]))
+    assert begun.wait(20)
+    tickets = [Ticket([lambda: None]) for _ in range(2)]
+    pool.submit_all([JobGroups([[(ticket, 0) for ticket in tickets]], lambda *_: True)])
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    for ticket in tickets:
+        with pytest.raises(SetupError, match="closed"):
+            ticket.wait()
+    leave.set()
+    closing.join(20)

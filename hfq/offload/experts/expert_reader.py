@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from hfq.offload.guards import in_unit
 from hfq.offload.host_memory import huge_buffer
 from hfq.offload.offload_buffers import Move, chunks_with_copies, copy_within, memory_of
 from hfq.offload.pinned_weights import PinnedWeights
-from hfq.offload.reader_threads import Ticket
+from hfq.offload.reader_threads import JobGroups, Ticket
 from hfq.offload.unit import is_on_disk
 from hfq.offload.unit_layout import PAGE, UnitLayout, lay_out, lay_out_on_device, layout_nbytes
 from hfq.tensor_spec import ByteRange, Segment, TensorInfo
@@ -143,10 +143,12 @@ class Contents:
 
     Args:
         expert: The expert.
+        number: The number of the place.
         buffer: The memory of the place: uint8.
 
     Attributes:
         expert: As above.
+        number: As above.
         buffer: As above.
         ticket: The read, from `ExpertMemory.fill` on.
         copied: The point after the copies to an accelerator.
@@ -155,8 +157,8 @@ class Contents:
 
     ticket: Ticket
 
-    def __init__(self, expert: Expert, buffer: torch.Tensor) -> None:
-        self.expert, self.buffer = expert, buffer
+    def __init__(self, expert: Expert, number: int, buffer: torch.Tensor) -> None:
+        self.expert, self.number, self.buffer = expert, number, buffer
         self.copied: Any = None
         self.tensors: Tensors | None = None
 
@@ -187,7 +189,8 @@ class ExpertMemory(ABC):
         self._source, self._copy_stream = source, copy_stream
         self.memory = self._make(count * self.place_nbytes)
 
-        self._views = list(self.memory.view(count, self.place_nbytes)) if count else []
+        with torch.inference_mode(False):  # also used outside of inference mode
+            self._views = list(self.memory.view(count, self.place_nbytes)) if count else []
 
     @abstractmethod
     def fill(self, number: int, expert: Expert) -> Contents:
@@ -213,6 +216,10 @@ class ExpertMemory(ABC):
                 each.tensors = each.expert.tensors(each.buffer)
             found.update(each.tensors)
         return found
+
+    def join(self, filled: Sequence[Contents], threads: int) -> list[Ticket | JobGroups]:
+        """Returns what the caller submits for the reads of several experts by this number of threads."""
+        return [contents.ticket for contents in filled]
 
     def has_failed_copy(self, contents: Contents) -> bool:
         """Returns True if a copy of an expert to an accelerator is known to have failed."""
@@ -253,7 +260,11 @@ class HostExperts(ExpertMemory):
         self._bytes = [memory_of(view) for view in self._views]
 
     def fill(self, number: int, expert: Expert) -> Contents:
-        contents, read, memory = Contents(expert, self._views[number]), self._source.read, self._bytes[number]
+        contents, read, memory = (
+            Contents(expert, number, self._views[number]),
+            self._source.read,
+            self._bytes[number],
+        )
         jobs: list[Callable[[], None]] = []
         partial = functools.partial
         for wanted, first, end in expert.chunks:
@@ -262,8 +273,69 @@ class HostExperts(ExpertMemory):
         contents.ticket = Ticket(jobs, partial(copy_within, contents.buffer, copies) if copies else None)
         return contents
 
+    def join(self, filled: Sequence[Contents], threads: int) -> list[Ticket | JobGroups]:
+        """Joins reads of neighbors in a file, if there are more experts than threads."""
+        most = len(filled) // threads
+        if most < 2 or self._source.mode != "direct" or self._source.is_verified:
+            return super().join(filled, threads)
+        chunks = [
+            _Chunk(wanted, self._bytes[contents.number][first:end], contents.ticket, number, place)
+            for place, contents in enumerate(filled)
+            for number, (wanted, first, end) in enumerate(contents.expert.chunks)
+        ]
+        empty: list[Ticket | JobGroups] = [each.ticket for each in filled if not each.expert.chunks]
+        groups = _neighbors(chunks, most)
+        parts = [[(chunk.ticket, chunk.number) for chunk in group] for group in groups]
+        return [*empty, JobGroups(parts, functools.partial(_read_groups, self._source, groups))]
+
     def _make(self, nbytes: int) -> torch.Tensor:
         return huge_buffer(nbytes, is_exact=True)
+
+
+class _Chunk(NamedTuple):
+    """A request of an expert, and its target in whole pages; `order` is the number of the expert."""
+
+    wanted: ByteRange
+    target: memoryview
+    ticket: Ticket
+    number: int
+    order: int
+
+
+def _adjoin(before: _Chunk, after: _Chunk) -> bool:
+    """Returns True if a chunk begins in the last page of another one, or with the page that follows."""
+    pages = before.wanted.offset + len(before.target)
+    return before.wanted.file == after.wanted.file and after.wanted.offset in (pages - PAGE, pages)
+
+
+def _neighbors(chunks: Iterable[_Chunk], most: int) -> list[list[_Chunk]]:
+    """Returns groups of chunks that are one request, in the order of their experts.
+
+    Args:
+        chunks: The chunks.
+        most: The most chunks of a group.
+    """
+    groups: list[list[_Chunk]] = []
+    for chunk in sorted(
+        chunks, key=lambda chunk: (chunk.wanted.file, chunk.wanted.offset, chunk.wanted.nbytes)
+    ):
+        last = groups[-1] if groups else []
+        end = chunk.wanted.offset + len(chunk.target)
+        if 0 < len(last) < most and _adjoin(last[-1], chunk) and end - last[0].wanted.offset <= CHUNK_NBYTES:
+            last.append(chunk)
+        else:
+            groups.append([chunk])
+    return sorted(groups, key=lambda group: min(chunk.order for chunk in group))
+
+
+def _read_groups(
+    source: Source, groups: Sequence[Sequence[_Chunk]], group: int, begun: Sequence[int]
+) -> bool:
+    """Reads these chunks of a group in one request; returns False if they must be read one by one."""
+    chunks = [groups[group][index] for index in begun]
+    if not all(map(_adjoin, chunks, chunks[1:])):
+        return False
+    return source.read_together([(chunk.wanted, chunk.target) for chunk in chunks])
 
 
 class AcceleratorExperts(ExpertMemory):
@@ -290,7 +362,7 @@ class AcceleratorExperts(ExpertMemory):
             ) from error
 
     def fill(self, number: int, expert: Expert) -> Contents:
-        contents, copy = Contents(expert, self._views[number]), self._copy_stream.copy
+        contents, copy = Contents(expert, number, self._views[number]), self._copy_stream.copy
         buffer = contents.buffer
 
         def finish() -> None:

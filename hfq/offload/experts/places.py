@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hfq.offload.experts.eviction import EMPTY, HALF_LIFE, NEVER_USED, DecayedCounts, Value
 from hfq.offload.experts.expert_reader import Contents, Expert, ExpertMemory
 from hfq.offload.experts.lookahead import GuessCounts
-from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.reader_threads import JobGroups, Pool, Ticket
 
 __all__ = ["Held", "Lease", "Place", "Places", "Taken"]
 
@@ -338,10 +338,13 @@ class Places:
         if not filled and not urgent:
             return
         try:
-            tickets = [*urgent]
+            tickets: list[Ticket | JobGroups] = [*urgent]
             for _, contents in filled:
                 tickets.append(contents.ticket)
                 contents.ticket.is_cancelled = False
+            if self.memory.is_on_host and len(filled) >= 2 * self._pool.threads:
+                joined = self.memory.join([contents for _, contents in filled], self._pool.threads)
+                tickets[len(urgent) :] = joined
             self._pool.submit_all(tickets, is_guess)
         except BaseException:
             for place, contents in filled:

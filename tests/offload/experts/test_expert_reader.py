@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
+from hfq.errors import CheckpointError
 from hfq.formats.gptq import Gptq
 from hfq.formats.unquantized import Unquantized
 from hfq.kernels.registry import choose_kernel
@@ -32,7 +33,9 @@ def random_bytes(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
 
 
-def build(folder, tensors: dict[str, torch.Tensor], make, mode: str = "direct", places: int = 2):
+def build(
+    folder, tensors: dict[str, torch.Tensor], make, mode: str = "direct", places: int = 2, threads: int = 8
+):
     """Returns (reader, offloader, layers of each expert) of a file with tensors `<expert>.<layer>.<tensor>`."""
     write_safetensors(folder / "model.safetensors", {name: stored(each) for name, each in tensors.items()})
     checkpoint = Checkpoint.open(folder)
@@ -48,7 +51,7 @@ def build(folder, tensors: dict[str, torch.Tensor], make, mode: str = "direct", 
         layers.setdefault(prefix.partition(".")[0], []).append(layer)
     on_demand = [layer for own in layers.values() for layer in own]
     limit = places * place_nbytes(gather_experts(on_demand))
-    options = OffloadOptions(mode, expert_caches={CPU: limit}, routed_experts=1)
+    options = OffloadOptions(mode, threads=threads, expert_caches={CPU: limit}, routed_experts=1)
     return reader, Offloader([], reader, "cpu", on_demand, options), list(layers.values())
 
 
@@ -146,6 +149,97 @@ def test_every_byte_is_right_whatever_the_alignment_in_the_file(tmp_path, mode):
     assert any(each.layout.copies for each in offloader.experts.experts)
     for _ in range(2):
         check(offloader, layers, tensors)
+
+
+def neighbors(folder, count: int, threads: int = 2, mode: str = "direct"):
+    """Returns what `build` does for experts that follow each other in a file in another order."""
+    generator, tensors = random.Random(2), {}
+    for expert in sorted(map(str, range(count))):
+        for name in ("down_proj", "up_proj"):
+            shape = generator.randint(1, 90), generator.randint(1, 90)
+            tensors[f"{expert}.{name}.weight"] = random_bytes(torch.float32, *shape)
+    reader, offloader, layers = build(folder, tensors, float_layer, mode, count, threads)
+    reader.counters.bytes_read = reader.counters.calls = 0
+    order = sorted(range(count), key=lambda place: int(layers[place][0].name.partition(".")[0]))
+    return reader, offloader, [layers[place] for place in order], tensors
+
+
+def is_right(layers, tensors) -> bool:
+    return all(
+        torch.equal(found.view(torch.uint8), tensors[f"{layer.name}.{name}"].view(torch.uint8))
+        for own in layers
+        for layer in own
+        for name, found in layer.onloaded_tensors().items()
+    )
+
+
+def skip_without_direct_reads(offloader, folder) -> None:
+    if not offloader.source.files.supports_direct(str(folder / "model.safetensors")):
+        pytest.skip("the file system has no direct reads")
+
+
+@pytest.mark.parametrize("count", [4, 13, 40])
+def test_neighbors_in_a_file_are_one_request_for_each_thread_and_pages_are_read_once(tmp_path, count):
+    reader, offloader, layers, tensors = neighbors(tmp_path, count)
+    skip_without_direct_reads(offloader, tmp_path)
+    right = []
+    offloader.experts.within(
+        layers, lambda first, last, _: right.append(is_right(layers[first:last], tensors))
+    )
+    assert right
+    assert all(right)
+    groups = -(-count // (count // 2))
+    assert reader.counters.calls == groups < count
+    assert reader.counters.bytes_read <= (tmp_path / "model.safetensors").stat().st_size + groups * 4096
+    offloader.experts.within(
+        layers, lambda first, last, _: right.append(is_right(layers[first:last], tensors))
+    )
+    assert all(right)
+    assert reader.counters.calls == groups
+
+
+def test_what_is_missing_between_neighbors_is_not_read(tmp_path):
+    reader, offloader, layers, tensors = neighbors(tmp_path, 40)
+    skip_without_direct_reads(offloader, tmp_path)
+    wanted = [layers[number] for number in range(40) if number != 20]
+    right = []
+    offloader.experts.within(
+        wanted, lambda first, last, _: right.append(is_right(wanted[first:last], tensors))
+    )
+    assert all(right)
+    missing = next(each for each in offloader.experts.experts if each.name == "20").layout.needed_nbytes
+    assert reader.counters.calls == 3
+    assert reader.counters.bytes_read <= (tmp_path / "model.safetensors").stat().st_size - missing + 4 * 4096
+
+
+def test_no_more_experts_than_twice_the_threads_are_requests_of_their_own(tmp_path):
+    reader, offloader, layers, _ = neighbors(tmp_path, 7, threads=4)
+    skip_without_direct_reads(offloader, tmp_path)
+    offloader.experts.within(layers, lambda *_: None)
+    assert reader.counters.calls == 7
+
+
+def test_requests_that_fail_together_are_read_one_by_one(tmp_path, monkeypatch):
+    reader, offloader, layers, tensors = neighbors(tmp_path, 12)
+    skip_without_direct_reads(offloader, tmp_path)
+    read, bad = offloader.source.read, offloader.experts.experts[3]
+
+    def fail(wanted, target):
+        if wanted in [chunk for chunk, _, _ in bad.chunks]:
+            raise CheckpointError("The disk fails.", fix="check the disk")
+        read(wanted, target)
+
+    monkeypatch.setattr(offloader.source, "read", fail)
+    monkeypatch.setattr(offloader.source.files, "read_parts", lambda *_: False)
+    with pytest.raises(CheckpointError, match=f"{bad.name}: The disk fails"):
+        offloader.experts.within(layers, lambda *_: None)
+    right = []
+    others = [own for own in layers if own[0].name.partition(".")[0] != bad.name]
+    offloader.experts.within(
+        others, lambda first, last, _: right.append(is_right(others[first:last], tensors))
+    )
+    assert all(right)
+    assert reader.counters.calls == 11
 
 
 def test_a_large_expert_is_several_requests_of_at_most_a_chunk(tmp_path):

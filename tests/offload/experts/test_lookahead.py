@@ -191,6 +191,31 @@ def test_a_budget_of_0_still_reads_the_next_layer_ahead(tmp_path):
     assert 0 < experts.guesses.used <= experts.guesses.made
 
 
+def test_a_prompt_reads_each_expert_once_and_those_of_the_next_layer_in_runs(tmp_path):
+    path = moe_models.save_wide(tmp_path, num_experts=64, num_experts_per_tok=8)
+    layers = {f"model.layers.{layer}.mlp.experts": "disk" for layer in range(moe_models.LAYERS)}
+    model = load(path, {"": "cpu", **layers}, expert_cache_size="16MB", disk_io="direct")
+    offloader, filled = model.hf_quantizer.loading.offloader, []
+    if offloader.source.mode != "direct":
+        pytest.skip("the file system has no direct reads")
+    experts, counters = offloader.experts, offloader.source.reader.counters
+    (places,) = experts._places.values()
+    fill = places.memory.fill
+    places.memory.fill = lambda number, expert: (filled.append(expert), fill(number, expert))[1]
+    counters.calls = counters.bytes_read = 0
+    ids = torch.arange(1, 61)[None]
+    found = logits(model, ids)
+    for place in places.places:
+        if place.contents is not None and not place.contents.ticket.is_cancelled:
+            place.contents.ticket.wait()
+    assert torch.equal(found, logits(load(path), ids))
+    assert len(filled) == len(set(filled)) > 64
+    assert experts.guesses.used > 8
+    requests = sum(len(expert.chunks) for expert in filled)
+    assert counters.calls < requests / 2
+    assert counters.bytes_read <= sum(expert.layout.read_nbytes for expert in filled)
+
+
 @pytest.mark.parametrize("scheme", WITH_INDICES, ids=lambda scheme: scheme.id)
 def test_outputs_are_those_of_the_resident_model_and_all_that_is_read_is_counted(scheme, tmp_path):
     path = moe_models.write(scheme, is_quantized(scheme)).save(tmp_path)
