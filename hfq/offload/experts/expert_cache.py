@@ -132,7 +132,7 @@ class ExpertCache:
         return found
 
     def within(self, routed: Routed, use: Use, guess: Guess | None = None) -> None:
-        """Onloads experts for this thread part by part, and calls `use(first, last, tensors)` for each part.
+        """Onloads experts for this thread part by part, and calls `use` for each part.
 
         Later experts are read while a part computes, as far as there are places.
 
@@ -286,7 +286,7 @@ class ExpertCache:
 
 
 def _of_one_device(experts: Sequence[Expert | None], first: int) -> list[Expert]:
-    """Returns the experts from a number on that have the device of the first one; none if that is None."""
+    """Returns the experts from a number on that have the first one's device; none if it is None."""
     found: list[Expert] = []
     for expert in itertools.islice(experts, first, None):
         if expert is None or (found and expert.device != found[0].device):

@@ -92,7 +92,7 @@ class Expert:
 
     @functools.cached_property
     def chunks(self) -> list[tuple[ByteRange, int, int]]:
-        """The requests that fill a place on the host, with the start and the end of their bytes there."""
+        """The requests that fill a place on the host, with their start and end there."""
         return [
             (wanted, first, first - (-wanted.nbytes // PAGE) * PAGE)
             for run in self.layout.runs
@@ -218,7 +218,7 @@ class ExpertMemory(ABC):
         return found
 
     def join(self, filled: Sequence[Contents], threads: int) -> list[Ticket | JobGroups]:
-        """Returns what the caller submits for the reads of several experts by this number of threads."""
+        """Returns what is submitted so that these threads read several experts."""
         return [contents.ticket for contents in filled]
 
     def has_failed_copy(self, contents: Contents) -> bool:
@@ -293,7 +293,15 @@ class HostExperts(ExpertMemory):
 
 
 class _Chunk(NamedTuple):
-    """A request of an expert, and its target in whole pages; `order` is the number of the expert."""
+    """A request of an expert, and its target in whole pages.
+
+    Attributes:
+        wanted: The bytes of the file.
+        target: The memory that they fill.
+        ticket: The read of the expert.
+        number: The number of the request among those of the expert.
+        order: The number of the expert among those that are read.
+    """
 
     wanted: ByteRange
     target: memoryview
@@ -303,7 +311,7 @@ class _Chunk(NamedTuple):
 
 
 def _adjoin(before: _Chunk, after: _Chunk) -> bool:
-    """Returns True if a chunk begins in the last page of another one, or with the page that follows."""
+    """Returns True if a chunk begins in the last page of another one, or right after it."""
     pages = before.wanted.offset + len(before.target)
     return before.wanted.file == after.wanted.file and after.wanted.offset in (pages - PAGE, pages)
 
@@ -331,7 +339,7 @@ def _neighbors(chunks: Iterable[_Chunk], most: int) -> list[list[_Chunk]]:
 def _read_groups(
     source: Source, groups: Sequence[Sequence[_Chunk]], group: int, begun: Sequence[int]
 ) -> bool:
-    """Reads these chunks of a group in one request; returns False if they must be read one by one."""
+    """Reads chunks of a group in one request; returns False if it cannot."""
     chunks = [groups[group][index] for index in begun]
     if not all(map(_adjoin, chunks, chunks[1:])):
         return False

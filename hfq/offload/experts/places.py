@@ -259,7 +259,7 @@ class Places:
     def _find_free(
         self, order: Order, first: int, aside: list[Entry], is_settled: bool = False
     ) -> Place | None:
-        """Returns the place with the least value that has no lease and no expert of the rest of a call.
+        """Returns the free place with the least value that has no expert of the rest of a call.
 
         Args:
             order: The experts of the call.
