@@ -351,7 +351,8 @@ class PackQuantized(PackShards, PackOrder):
             "weight_shape": torch.tensor([out_features, in_features]),
         }
         if not self.is_symmetric:
-            stored["weight_zero_point"] = pack_stream((zero + half).to(torch.int32), self.num_bits)
+            packed = pack_stream((zero + half).to(torch.int32), self.num_bits)
+            stored["weight_zero_point"] = packed if self.zero_dtype == "I32" else zero.to(torch.int8)
         if self.has_g_idx:
             stored["weight_g_idx"] = torch.arange(in_features, dtype=torch.int32) // (in_features // groups)
         return stored

@@ -73,7 +73,8 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
 @pytest.mark.parametrize(
     "weight_format",
     [
-        PackQuantized(8, scale_shape=(8, 1), width=8),
+        PackQuantized(3, scale_shape=(8, 1), width=4),
+        PackQuantized(8, scale_shape=(8, 1), width=9, is_symmetric=False),
         PackQuantized(4, scale_shape=(8, 4)),
         Awq(num_bits=3),
         Awq("gemv_fast", group_size=12),
@@ -81,7 +82,8 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
         IntQuantized(has_columns=True),
     ],
     ids=[
-        "8 bits",
+        "3 bits",
+        "packed zero points of 8 bits",
         "groups of odd size",
         "awq of 3 bits",
         "gemv_fast of odd groups",

@@ -86,8 +86,11 @@ def gptq(
     )
 
 
-def packed(in_features: int, out_features: int, groups: int, scatter: bool = False, **options) -> Case:
-    layout = PackQuantized(4, scale_shape=(out_features, groups), width=-(-in_features // 8), **options)
+def packed(
+    in_features: int, out_features: int, groups: int, scatter: bool = False, bits: int = 4, **options
+) -> Case:
+    width = -(-in_features * bits // 32)
+    layout = PackQuantized(bits, scale_shape=(out_features, groups), width=width, **options)
     return Case(layout.sized(in_features, out_features), in_features, out_features, scatter)
 
 
@@ -138,6 +141,12 @@ CASES = {
     "pack-quantized channel asym, 301 inputs": packed(301, 37, 1, is_symmetric=False),
     "pack-quantized act-order": packed(352, 37, 11, has_g_idx=True, scatter=True),
     "pack-quantized act-order asym": packed(352, 37, 11, has_g_idx=True, is_symmetric=False, scatter=True),
+    "pack-quantized w8 g32": packed(352, 37, 11, bits=8),
+    "pack-quantized w8 channel, 301 inputs": packed(301, 37, 1, bits=8),
+    "pack-quantized w8 groups of 26, signed zero points": packed(
+        78, 5, 3, bits=8, is_symmetric=False, zero_dtype="I8"
+    ),
+    "pack-quantized w8 act-order": packed(352, 37, 11, bits=8, has_g_idx=True, scatter=True),
     "gpt-oss": Case(GptOssMxfp4(), 352, 37),
     "nvfp4": Case(Nvfp4(), 336, 37),
     "nvfp4 modelopt": Case(Nvfp4(stored_codes_name="weight", group_size=32), 352, 37),

@@ -13,6 +13,7 @@ import torch
 __all__ = [
     "ADDED",
     "AWQ",
+    "BIASED",
     "BLOCKS",
     "BYTES",
     "DTYPES",
@@ -42,7 +43,7 @@ SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn
 """Dtypes of scales that the C++ library reads: values of `Dtype` in src/layer.h."""
 
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
-E4M3, E5M2, NIBBLES, INT8, QUADS, BLOCKS, GPTQ, AWQ = range(8)
+E4M3, E5M2, NIBBLES, INT8, QUADS, BLOCKS, BIASED, GPTQ, AWQ = range(9)
 PRODUCT = struct.Struct("=7q")
 """The struct `Product` of src/kernels.cpp.
 

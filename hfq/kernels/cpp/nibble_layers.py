@@ -21,6 +21,7 @@ from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp4
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
+from hfq.kernels.cpp.byte_layers import packed_bytes
 from hfq.kernels.cpp.layer_registry import reads
 from hfq.kernels.cpp.layer_struct import (
     ADDED,
@@ -130,8 +131,11 @@ def mlx_affine(
 
 def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
     """Returns why the C++ library cannot multiply by such a layer, or None."""
+    if weight_format.num_bits == 8:
+        is_packed = not weight_format.is_symmetric and weight_format.zero_dtype == "I32"
+        return "it reads no packed zero points of 8 bits" if is_packed else None
     if weight_format.num_bits != 4:
-        return "it reads 4-bit codes of pack-quantized only"
+        return "it reads 4-bit and 8-bit codes of pack-quantized only"
     groups = weight_format.scale_shape[1] if len(weight_format.scale_shape) == 2 else 1
     is_cut = groups > 1 and not weight_format.has_g_idx and -(-in_features // groups) % 2
     return "a group ends within a byte" if is_cut else None
@@ -141,6 +145,8 @@ def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> s
 def pack_quantized(
     weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
+    if weight_format.num_bits == 8:
+        return packed_bytes(weight_format, tensors, out_features, in_features)
     codes = tensors["weight_packed"]
     scale = tensors["weight_scale"]
     zero = tensors.get("weight_zero_point")

@@ -54,6 +54,8 @@ TILED = {
     "pack-quantized channel, 33 inputs": packed(33, 31, 1),
     "pack-quantized g128 asym": packed(384, 257, 3, is_symmetric=False),
     "pack-quantized channel asym, 66 inputs": packed(66, 31, 1, is_symmetric=False),
+    "pack-quantized w8 g64": packed(320, 37, 5, bits=8),
+    "pack-quantized w8 channel, 65 inputs": packed(65, 31, 1, bits=8),
     "awq gemv g192": Case(Awq(version="gemv", group_size=192), 384, 40),
     **{f"w{bits} channel, 160 inputs": words(bits, -1, 160, 32) for bits in (2, 3, 4, 8)},
     "w4 g128, 264 outputs": words(4, 128, 384, 264),

@@ -146,7 +146,8 @@ void find_order(const Layer &layer, int16_t *order) {
             order[i] = (int16_t)(place / 8 * 16 + place % 8 + tile / 4);
         else if (layer.kind == NIBBLES)
             order[i] = (int16_t)(2 * place + ((tile != 0) != (layer.high_first != 0)));
-        else if (layer.kind == INT8 || layer.kind == BLOCKS || layer.kind == AWQ) order[i] = (int16_t)i;
+        else if (layer.kind == INT8 || layer.kind == BIASED || layer.kind == BLOCKS || layer.kind == AWQ)
+            order[i] = (int16_t)i;
         else if (bits == 3) order[i] = (int16_t)(tile + row + 16 * second);
         else
             order[i] =

@@ -50,7 +50,7 @@ template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow
 // in the activations' dtype.
 template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t skipped, int64_t columns,
                                             int64_t row, int64_t rows, const float *totals) {
-    const float shared = job.layer->kind == INT8 ? job.layer->shared : 1.0f;
+    const float shared = is_integer(job.layer->kind) ? job.layer->shared : 1.0f;
     const bool is_two = job.halved || job.dtype == F16;  // each result is a sum of two
 #if defined(HFQ_AMX)
     __m512i tiles[2][16];
@@ -127,6 +127,7 @@ inline UnpackRows row_unpacker(const Layer &layer) {
         case E4M3: return unpack_rows<E4M3>;
         case E5M2: return unpack_rows<E5M2>;
         case INT8: return unpack_rows<INT8>;
+        case BIASED: return unpack_rows<BIASED>;
         default: return takes_zeros(layer) ? unpack_rows<ZEROED> : unpack_rows<NIBBLES>;
     }
 }

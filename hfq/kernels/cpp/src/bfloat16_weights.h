@@ -68,12 +68,14 @@ template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, 
             high = _mm512_add_epi16(high, _mm512_set1_epi16((short)shift));
         _mm512_store_si512(first, _mm512_permutexvar_epi16(low, table.high[0])),
             _mm512_store_si512(second, _mm512_permutexvar_epi16(high, table.high[0]));
-    } else if constexpr (KIND == INT8) {
+    } else if constexpr (is_integer(KIND)) {
+        const __m128i flipped = _mm_set1_epi8(KIND == BIASED ? (char)0x80 : 0);
         for (int i = 0; i < 64; i += 32) {
+            const __m128i *from = (const __m128i *)(p + i);
             const __m512 low =
-                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i))));
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_xor_si128(_mm_loadu_si128(from), flipped)));
             const __m512 high =
-                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i + 16))));
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_xor_si128(_mm_loadu_si128(from + 1), flipped)));
             _mm512_store_si512(i ? second : first, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     } else {
@@ -92,7 +94,7 @@ template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, 
         const bool is_nibble = KIND == NIBBLES || KIND == ZEROED;
         const uint8_t byte = (uint8_t)p[is_nibble ? k / 2 : k],
                       nibble = byte >> ((k % 2 != 0) != high_first ? 4 : 0) & 15;
-        float value = KIND == INT8 ? (float)(int8_t)byte : code_value(byte, KIND);
+        float value = is_integer(KIND) ? integer_value(byte, KIND) : code_value(byte, KIND);
         if (is_nibble)
             value = KIND == ZEROED ? (float)(nibble + shift - 16) : float_at(table.layer.values, F32, nibble);
         const uint16_t half = short_of(value);

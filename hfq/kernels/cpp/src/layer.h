@@ -15,8 +15,9 @@ enum Kind {
     INT8 = 3,     // rows of signed bytes
     QUADS = 4,    // AWQ's gemv_fast: four rows share each 16-bit word
     BLOCKS = 5,   // rows of ggml's blocks, which hold their scales
-    GPTQ = 6,     // columns: bit-packed along the input channels
-    AWQ = 7,      // columns: words of eight columns for each input channel
+    BIASED = 6,   // rows of bytes, 128 above their signed values
+    GPTQ = 7,     // columns: bit-packed along the input channels
+    AWQ = 8,      // columns: words of eight columns for each input channel
 };
 // Types of blocks, as ggml numbers them.
 enum BlockType {
@@ -93,7 +94,7 @@ struct Layer {
     int64_t order_first;        // BLOCKS: sizes of the stored order of the other rows
     int64_t order_second;       // BLOCKS: the same
     int64_t order_inner;        // BLOCKS: the same; 0 if all rows are in order
-    float shared;               // factor of INT8 codes or E4M3_SCALED scales; added to NESTED scales
+    float shared;               // factor of INT8 and BIASED codes or E4M3_SCALED scales; added to NESTED scales
     float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 if zero points
     int32_t kind;               // Kind
     int32_t bits;               // bits per code; of columns only
@@ -249,6 +250,12 @@ HFQ_INLINE uint16_t float_to_bfloat(float value) {
     uint32_t bits = as_bits(value);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+constexpr bool is_integer(int kind) { return kind == INT8 || kind == BIASED; }
+
+HFQ_INLINE float integer_value(uint8_t code, int kind) {
+    return (float)(int8_t)(kind == BIASED ? code ^ 0x80 : code);
 }
 
 HFQ_INLINE float code_value(uint8_t code, int kind) {

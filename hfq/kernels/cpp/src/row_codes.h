@@ -86,6 +86,10 @@ static HFQ_INLINE void decode_two(const char *row, int64_t k, const Codes &codes
         low = from_int8(p), high = from_int8(p + W);
         return;
     }
+    if constexpr (KIND == BIASED) {
+        low = to_float(from_bytes(p)) - 128.0f, high = to_float(from_bytes(p + W)) - 128.0f;
+        return;
+    }
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
     __m128i bytes = _mm_loadu_si128((const __m128i *)p);
     __m256i wide = KIND == E4M3 ? _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
@@ -102,7 +106,7 @@ template <int KIND> static float decode_one(const char *row, int64_t k, const Co
     const char *p = codes_at<KIND>(row, k);
     if (KIND == NIBBLES) return codes.values[(uint8_t)*p >> (4 * (k % 2) ^ codes.first) & 15];
     if (KIND == QUADS) return (float)(load16(p + 2 * (k % 8)) >> 4 * (k % 32 / 8) & 15);
-    if (KIND == INT8) return (float)(int8_t)*p;
+    if (is_integer(KIND)) return integer_value((uint8_t)*p, KIND);
     return code_value((uint8_t)*p, KIND);
 }
 
@@ -123,7 +127,7 @@ static bool has_nan(const char *codes, int64_t count) {
 // One weight, or W weights, bit-identical to the reference kernel's.
 template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V value, V scale, V zero) {
     if (KIND == QUADS || (KIND == NIBBLES && layer.row_zeros == ADDED)) return value * scale + zero;
-    if (KIND == INT8) return (value - zero) * scale * layer.shared;
+    if (is_integer(KIND)) return (value - zero) * scale * layer.shared;
     if (KIND == NIBBLES) return (value - zero) * scale;
     return layer.divides ? value / scale : value * scale;
 }
@@ -177,7 +181,7 @@ template <int KIND> static HFQ_INLINE void dot_codes(const char *row, int64_t k,
     for (int j = 0; j < 4; j += 2) {
         vf low, high;
         decode_two<KIND>(row, k + j * W, codes, low, high);
-        if (KIND == INT8 || KIND == NIBBLES) low -= zero, high -= zero;
+        if (is_integer(KIND) || KIND == NIBBLES) low -= zero, high -= zero;
         sum[j] = fma(low, load<vf>(x + j * W), sum[j]);
         sum[j + 1] = fma(high, load<vf>(x + (j + 1) * W), sum[j + 1]);
     }
@@ -231,5 +235,5 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
     store(magnitudes, worst);
     for (int i = 0; i < 32; i++) found = found > magnitudes[i] ? found : magnitudes[i];
     if (KIND == E4M3 && found == 0x7F) return as_float(0x7FC00000);
-    return sum_of(total) * (KIND == E4M3 ? 256.0f : KIND == INT8 ? layer.shared : 1.0f);
+    return sum_of(total) * (KIND == E4M3 ? 256.0f : is_integer(KIND) ? layer.shared : 1.0f);
 }
