@@ -1,10 +1,14 @@
 """Tests that an offloaded KV cache of models on accelerators equals transformers' own, in every order of streams."""
 
+import errno
+import os
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 import hfq
+from hfq.errors import SetupError
 from tests.support.accelerator_maps import MIXED, ORDERS
 from tests.support.models import GPTQ, load
 
@@ -35,6 +39,38 @@ def test_tokens_are_equal_and_resume(sim, expected, placement, order, tmp_path):
             cache.save(generate(model, cache))
         with hfq.OffloadedCache(model, tmp_path) as cache:
             assert torch.equal(generate(model, cache, cache.tokens, 5), expected[13])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_full_disk_forgets_the_pass_alone(sim, order, tmp_path, monkeypatch):
+    """Rows of a pass are written during the next one, by a reader thread."""
+
+    def write(file, *args):
+        if os.readlink(f"/proc/self/fd/{file}").endswith("layer_00002.kv"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, *args)
+
+    pwrite = os.pwrite
+    with sim.streams(**ORDERS[order]), torch.no_grad():
+        model = load(GPTQ, MAPS["1"])
+        parts = [each.to("sim:0") for each in (PROMPT, PROMPT[:, :1], PROMPT[:, :5])]
+        reference = DynamicCache(config=model.config)
+        expected = [model(each, past_key_values=reference).logits.cpu() for each in parts]
+        with hfq.OffloadedCache(model, tmp_path) as cache:
+            found = [model(parts[0], past_key_values=cache).logits.cpu()]
+            with monkeypatch.context() as patch, pytest.raises(SetupError, match="cannot be written"):
+                patch.setattr(os, "pwrite", write)
+                model(parts[1], past_key_values=cache)
+            assert [layer.get_seq_length() for layer in cache.layers] == [17] * 4
+            found += [model(each, past_key_values=cache).logits.cpu() for each in parts[1:]]
+            cache.crop(-3)  # of five rows that are not written
+            cache.save()
+            assert {layer.rows.count for layer in cache.layers} == {20}
+        assert all(map(torch.equal, found, expected))
+        with hfq.OffloadedCache(model, tmp_path) as cache:
+            reference.crop(-3)
+            pair = [model(parts[1], past_key_values=each).logits.cpu() for each in (cache, reference)]
+        assert torch.equal(*pair)
 
 
 def test_the_device_holds_two_layers_of_a_long_conversation(sim):

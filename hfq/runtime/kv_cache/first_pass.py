@@ -31,15 +31,12 @@ class FirstPass:
         model: The model that generates, or one that has it as a module (PEFT).
     """
 
+    _handle: RemovableHandle | None
+
     def __init__(self, model: nn.Module) -> None:
         inner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
         self._model = weakref.ref(inner)  # a cache keeps no model in memory
-        self._handle: RemovableHandle | None = None
-
-    @property
-    def is_expected(self) -> bool:
-        """Returns True from `expect` to the pass."""
-        return self._handle is not None
+        self._is_expected, self._handle = False, None
 
     def expect(self, cache: Cache) -> None:
         """Waits for the pass, if the cache holds tokens."""
@@ -53,11 +50,13 @@ class FirstPass:
             self.forget()
             return None if cache is None else (args, _without_cached(kwargs, cache.get_seq_length()))
 
-        if model is not None and cache.get_seq_length():
+        self._is_expected = cache.get_seq_length() > 0
+        if model is not None and self._is_expected:
             self._handle = model.register_forward_pre_hook(leave_out_cached, with_kwargs=True)
 
     def forget(self) -> None:
         """Lets the next pass have its input as it is."""
+        self._is_expected = False
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -72,10 +71,9 @@ class FirstPass:
         Raises:
             SetupError: Another model computes the whole conversation.
         """
-        if not self.is_expected:
-            return
+        is_expected = self._is_expected
         self.forget()
-        if new > cached:
+        if is_expected and new > cached:
             raise SetupError(
                 "Another model than that of this KV cache drafts tokens, and computes cached ones again.",
                 expected="at most the tokens that are not in the cache",

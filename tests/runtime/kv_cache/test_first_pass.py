@@ -1,5 +1,7 @@
 """Tests that drafts continue a filled KV cache with greedy tokens, or are refused by name."""
 
+import gc
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -108,8 +110,13 @@ def test_layers_that_predict_further_tokens_need_an_empty_cache(tmp_path):
         assert torch.equal(generate(model, cache, prompt, 12, use_mtp=True), expected)
 
 
-def test_another_model_of_the_checkpoint_is_refused(model):
-    with hfq.OffloadedCache(load()) as cache:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_another_model_of_the_checkpoint_is_refused(model, is_kept):
+    own = load()
+    with hfq.OffloadedCache(own) as cache:
+        if not is_kept:
+            del own
+            gc.collect()
         tokens = generate(model, cache, PROMPT)
         length = cache.get_seq_length()
         with pytest.raises(SetupError, match="Another model than that of this KV cache") as caught:

@@ -127,17 +127,24 @@ def test_an_interrupt_while_a_layer_is_waited_for_leaves_its_read_to_the_next_pa
 
 
 @contextlib.contextmanager
-def disk_full_in(layer):
-    """Files cannot grow beyond 4096 bytes once a decoder layer has started."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handle = layer.register_forward_pre_hook(
-        lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    )
+def disk_full(layer=None, after=0):
+    """Files cannot grow beyond 4096 bytes, once a decoder layer has started more often than `after`."""
+
+    def limit(*_):
+        passes.append(0)
+        if len(passes) > after:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+
+    limits, passes = resource.getrlimit(resource.RLIMIT_FSIZE), []
+    handle = None if layer is None else layer.register_forward_pre_hook(limit)
     try:
+        if handle is None:
+            limit()
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
@@ -148,7 +155,7 @@ def test_a_full_disk_forgets_the_tokens_of_the_pass_alone(model, tmp_path, index
         expected = [model(each, past_key_values=cache).logits for each in (prompt, PROMPT, PROMPT[:, :1])]
     with hfq.OffloadedCache(model, tmp_path / "second", kv_cache_dtype=kind) as cache, torch.no_grad():
         found = [model(prompt, past_key_values=cache).logits]
-        with disk_full_in(model.model.layers[index]), pytest.raises(SetupError, match="cannot be written"):
+        with disk_full(model.model.layers[index]), pytest.raises(SetupError, match="cannot be written"):
             model(PROMPT, past_key_values=cache)
         assert [layer.get_seq_length() for layer in cache.layers] == [prompt.shape[1]] * 4
         cache.save()
@@ -162,14 +169,11 @@ def test_a_full_disk_in_generate_is_repaired_by_the_crop_of_the_page(model, tmp_
     with hfq.OffloadedCache(model, tmp_path) as cache, torch.no_grad():
         model(PROMPT[:, :9], past_key_values=cache)
         length_before = cache.get_seq_length()
-        layer, seen = model.model.layers[2], []
-        handle = layer.register_forward_pre_hook(lambda *_: seen.append(0))
-        with pytest.raises(SetupError, match="cannot be written") as caught, contextlib.ExitStack() as stack:
-            handle = layer.register_forward_pre_hook(
-                lambda *_: len(seen) == 3 and stack.enter_context(disk_full_in(layer))
-            )
+        with (
+            disk_full(model.model.layers[2], after=3),
+            pytest.raises(SetupError, match="cannot be written") as caught,
+        ):
             generate(model, cache, max_new_tokens=40)
-        handle.remove()
         assert cache.get_seq_length() > length_before
         assert "crop the cache to the tokens before the call" in caught.value.fix
         cache.crop(length_before - cache.get_seq_length())
@@ -179,15 +183,10 @@ def test_a_full_disk_in_generate_is_repaired_by_the_crop_of_the_page(model, tmp_
 def test_a_full_disk_in_a_beam_search_is_named_until_a_reset(model, tmp_path):
     with hfq.OffloadedCache(model, tmp_path) as cache, torch.no_grad():
         model(PROMPT.repeat(1, 3), past_key_values=cache)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
-            with pytest.raises(SetupError, match="cannot be written"):
-                cache.batch_repeat_interleave(2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with disk_full(), pytest.raises(SetupError, match="cannot be written"):
+            cache.batch_repeat_interleave(2)
         assert not list(tmp_path.glob("*.new"))
-        for action in (cache.save, lambda: generate(model, cache)):
+        for action in (cache.save, lambda: model(PROMPT, past_key_values=cache)):
             with pytest.raises(SetupError, match="did not end"):
                 action()
         cache.reset()
@@ -200,7 +199,7 @@ def test_layers_that_cannot_forget_are_named_after_a_full_disk(sliding, tmp_path
         cache.save(generate(sliding, cache, max_new_tokens=2))
         last = max(index for index, each in enumerate(cache.layers) if isinstance(each, OffloadedLayer))
         with (
-            disk_full_in(sliding.model.layers[last]),
+            disk_full(sliding.model.layers[last]),
             pytest.raises(SetupError, match="cannot be written"),
         ):
             sliding(prompt, past_key_values=cache)

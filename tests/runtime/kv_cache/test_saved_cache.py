@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_earlier_save_and_no_file(model, saved, kind, mor
             else:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit[kind], limits[1]))
             try:
-                cache.save(tokens)
+                cache.save(tokens.repeat(1, 99))  # a description that is longer than the states
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert sorted(saved.iterdir()) == before
