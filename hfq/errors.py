@@ -21,14 +21,16 @@ _MOST_PROBLEMS = 20
 _FREE_MEMORY = (
     "Free memory, or put more of the model on disk. If a size in config.json is wrong, restore the file."
 )
+_RAISE_MEMORY = "Free memory, or raise the limit of the process, such as that of ulimit -v."
 _LIMITS = {
     "Too many open files": "Close files, or raise the limit of open files with ulimit -n.",
     "can't start new thread": "End other processes, or raise their limit with ulimit -u.",
+    "failed to map segment": _RAISE_MEMORY,
     "MemoryError": _FREE_MEMORY,
     "allocate memory": _FREE_MEMORY,
     "out of memory": _FREE_MEMORY,
 }
-"""The fix for each limit of a machine, by the text of its error in Python, safetensors, or torch."""
+"""The fix for each limit of a machine, by the text of its error in Python or a library."""
 
 
 class HfqError(Exception):

@@ -1,4 +1,4 @@
-"""Reading of small files: regular files alone, up to a limit of bytes."""
+"""Reading of small files up to a limit of bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-__all__ = ["YAML_LIMIT", "open_regular", "read_small_file", "read_yaml"]
+__all__ = ["YAML_LIMIT", "open_regular", "read_small_file", "read_utf8", "read_yaml"]
 
 YAML_LIMIT = 256 << 10
 """Most bytes of a YAML file."""
 
 _MOST_ITEMS = 100_000
+_TEXT_LIMIT = 1 << 30
+_CHUNK_NBYTES = 1 << 20
 
 
 def open_regular(file: str | os.PathLike) -> BinaryIO:
@@ -43,6 +45,22 @@ def read_small_file(file: str | os.PathLike, most_nbytes: int) -> bytes:
         if nbytes > most_nbytes:
             raise OSError(errno.EFBIG, f"{nbytes} bytes is more than the limit of {most_nbytes}")
         return stream.read(nbytes)
+
+
+def read_utf8(file: str | os.PathLike, most_nbytes: int = _TEXT_LIMIT) -> str:
+    """Returns the text of a file or a pipe, which may not be endless.
+
+    Raises:
+        OSError: The file cannot be read, or has more than `most_nbytes`.
+        UnicodeDecodeError: The text is not UTF-8.
+    """
+    content = bytearray()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(_CHUNK_NBYTES):  # one read of the limit would allocate as much
+            content += chunk
+            if len(content) > most_nbytes:
+                raise OSError(errno.EFBIG, f"more than {most_nbytes:,} bytes")
+    return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_yaml(file: str | os.PathLike) -> object:

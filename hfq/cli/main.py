@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from hfq.cli.launch.launch_command import launch
 from hfq.cli.plan import command as plan
 from hfq.cli.typed_options import as_typed
 from hfq.cli.usage_error import explain_file_error, explain_usage, typed_option
-from hfq.errors import HfqError, SetupError, nearest
+from hfq.errors import HfqError, SetupError, error_of_limit, nearest
 from hfq.version import __version__
 
 __all__ = ["VERBS", "Verb", "app", "main"]
@@ -195,7 +197,10 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the verb of a command line."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # an error at the end of Python would not have a message of hfq
+            return result
         except HfqError as error:
             if ctx.invoked_subcommand is None:
                 raise _ended(error, ()) from None
@@ -208,9 +213,11 @@ class _Group(TyperGroup):
             explained = None if error.errno == errno.EPIPE else explain_file_error(error)
             if explained is None:
                 raise
+            if error.filename is None:
+                _drop_output()
             raise explained from error
         except Exception as error:
-            raise _ended(error, self._arguments) from error
+            raise error_of_limit(error) or _ended(error, self._arguments) from error
 
     def _options(self, ctx: Any) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
         """Returns {name in Python: option} of the verb, and {name: (option, value)} as typed."""
@@ -222,6 +229,14 @@ class _Group(TyperGroup):
                 found = typed_option(parameter.opts, self._arguments)
                 typed |= {} if found is None else {parameter.name: found}
         return options, typed
+
+
+def _drop_output() -> None:
+    """Drops the rest of stdout, which Python would otherwise write at its end."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
 
 
 def _ended(error: Exception, arguments: Sequence[str]) -> Exception:

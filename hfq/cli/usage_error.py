@@ -19,6 +19,8 @@ _KINDS = {
 }
 """{errno: what is expected at a path, and what is found}."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def explain_usage(error: Exception, arguments: Sequence[str]) -> HfqError | None:
     """Returns the error to show for a wrong command line, or None for an error of another kind.
@@ -77,6 +79,13 @@ def typed_option(names: Sequence[str], arguments: Sequence[str]) -> tuple[str, s
 
 def explain_file_error(error: OSError) -> HfqError | None:
     """Returns the error for a file or folder that cannot be used; None for another cause."""
+    if error.filename is None and error.errno in _FULL:
+        return SetupError(
+            "The output could not be written.",
+            expected="free space where the output goes",
+            found=error.strerror,
+            fix="Free space, or redirect the output to another disk.",
+        )
     limit = error_of_limit(error, error.filename)
     if limit is not None or error.filename is None:
         return limit

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
+from hfq.checkpoint.small_file import read_utf8
 from hfq.errors import SetupError
 from hfq.loading.custom_code import load_tokenizer
 
@@ -17,10 +17,10 @@ def read_text(file: str | os.PathLike) -> str:
     """Reads a text file.
 
     Raises:
-        SetupError: The file is missing, not UTF-8, or empty.
+        SetupError: The file is missing, not UTF-8, empty, or larger than 1 GiB.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_utf8(file)
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(
             "The text file cannot be read.",

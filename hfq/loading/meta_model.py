@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hfq.checkpoint import Checkpoint
-from hfq.errors import SetupError
+from hfq.errors import CheckpointError, SetupError
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import within_load
 
@@ -76,21 +76,35 @@ def model_class(checkpoint: Checkpoint) -> Any:
     has_other_class = checkpoint.gguf is not None and "text_config" in checkpoint.config
     if has_other_class or (isinstance(own, dict) and "AutoModelForCausalLM" in own):
         return transformers.AutoModelForCausalLM
-    names = map(str, checkpoint.config.get("architectures") or ())
+    names = _architectures(checkpoint)
     known = (getattr(transformers, name, None) for name in names)
     return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)
+
+
+def _architectures(checkpoint: Checkpoint) -> list[str]:
+    """Returns the class names in config.json, which may name none."""
+    names = checkpoint.config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            "The architectures in config.json are damaged.",
+            file=os.path.join(checkpoint.root, "config.json"),
+            expected="a list of class names",
+            found=repr(names)[:80],
+            fix="Download this file again.",
+        )
+    return names
 
 
 def _plannable_class(folder: str) -> Any:
     import transformers
 
     checkpoint = Checkpoint.open(folder)
-    names = checkpoint.config.get("architectures") or []
-    if checkpoint.config.get("auto_map") and not hasattr(transformers, str(next(iter(names), ""))):
+    names = _architectures(checkpoint)
+    if checkpoint.config.get("auto_map") and not hasattr(transformers, next(iter(names), "")):
         raise SetupError(
             "This model requires custom code, which hfq plan does not run.",
             file=folder,
-            found=", ".join(map(str, names)),
+            found=", ".join(names),
             expected="a model class of transformers",
             fix="Choose a model whose class is part of transformers.",
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hfq.checkpoint.small_file import read_utf8
 from hfq.errors import SetupError, nearest
 from hfq.loading.matching.quantizable_layers import optimum_gptq
 
@@ -119,7 +120,7 @@ def _tokens(text: Text, tokenizer: Callable[[], Any], samples: int, length: int)
     if isinstance(text, (str, Path)):
         path = Path(text)
         try:
-            content = path.read_text(encoding="utf-8")
+            content = read_utf8(path)
         except (OSError, UnicodeDecodeError) as error:
             raise SetupError(
                 f"The file of the calibration data cannot be read.{nearest(str(text), DATASETS)}",

@@ -1,6 +1,7 @@
 """The `hfq` command: quick help without torch, inspection in text and JSON, errors without a traceback."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -91,4 +92,29 @@ def test_a_wrong_path_is_an_error_without_a_traceback(tmp_path):
     assert done.returncode == 1
     assert "CheckpointError: There is no checkpoint at this path." in done.stderr
     assert "Fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("verb", [("inspect", GPTQ, "--json"), ("formats",), ("plan", GPTQ, "--cpu", "1GiB")])
+def test_a_full_disk_under_the_output_is_an_error_without_a_traceback(verb):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hfq", *verb], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-4:] == [
+        "SetupError: The output could not be written.",
+        "  expected: free space where the output goes",
+        "  found: No space left on device",
+        "Fix: Free space, or redirect the output to another disk.",
+    ]
+    assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_for_the_libraries_is_an_error_without_a_traceback():
+    done = programs.run("run_within_memory", 300 << 20, "plan", GPTQ, "--cpu", "1GiB")
+    assert done.returncode == 1
+    assert "SetupError: A limit of this machine or process was reached." in done.stderr
+    assert "Fix: Free memory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
         "cut-config": lambda new: (new / "config.json").write_text('{"model_type": '),
         "list-config": lambda new: (new / "config.json").write_text("[1]"),
         "empty-config": lambda new: (new / "config.json").write_text("{}"),
+        "odd-config": lambda new: (new / "config.json").write_text('{"architectures": 3}'),
         "no-config": lambda new: (new / "config.json").unlink(),
         "no-weights": lambda new: (new / weights).unlink(),
         "no-tokenizer": lambda new: [file.unlink() for file in new.glob("token*")],
