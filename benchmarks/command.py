@@ -258,7 +258,7 @@ BENCHMARKS = {
     "real_sizes": Benchmark(
         _real_sizes,
         0,
-        "Whole models of 8B to 30B, resident and with little memory, against llama.cpp. Needs 40 GB of disk.",
+        "Whole models of 8B to 671B, resident and with little memory, against llama.cpp. Needs 45 GB of disk.",
         own=("--threads", "--shape", "--case", "--keep"),
     ),
     "fms": Benchmark(

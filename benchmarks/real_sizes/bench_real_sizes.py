@@ -249,8 +249,8 @@ def _loop_device(file: Path) -> Iterator[Path]:
 
 def _facts(folder: Path, threads: int, rounds: int) -> dict[str, str]:
     return machine_facts(folder) | {
-        "models": "random weights of real shapes; GPTQ of 4 bits with groups of 128 and 16-bit embeddings and "
-        "heads; GGUF of Q4_K with a head of Q6_K and embeddings of Q8_0",
+        "models": "random weights of real shapes, with fewer layers where a row says so; GPTQ of 4 bits with "
+        "groups of 128 and 16-bit embeddings and heads; GGUF of Q4_K with a head of Q6_K and embeddings of Q8_0",
         "threads": str(threads),
         "rounds": f"{rounds}, interleaved, a fresh process each; medians",
         "memory limits": "memory cgroups that count the page cache; files evicted before the load",

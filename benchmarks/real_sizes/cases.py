@@ -11,7 +11,7 @@ from hfq.errors import SetupError
 __all__ = ["BF16", "CASES", "GGUF", "GPTQ", "HFQ", "Case", "Contender", "find_rows"]
 
 GGUF, GPTQ, BF16 = "gguf", "gptq4", "bf16"
-"""Formats of the models: `gguf`, or a layout of `benchmarks.checkpoints`."""
+"""Formats of the models: `gguf`, or a name for `find_layout`."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Contender:
 
 
 HFQ = (Contender("hfq, GPTQ", "hfq", GPTQ), Contender("hfq, the same GGUF", "hfq", GGUF))
+_PLAIN = Contender("transformers, bfloat16", "transformers", BF16)
 _ACCELERATE = Contender("accelerate, bfloat16", "accelerate", BF16)
 _LLAMA = Contender("llama.cpp, mapped", "llama.cpp", GGUF)
 _LLAMA_128 = Contender("llama.cpp, read-ahead 128 KiB", "llama.cpp", GGUF, has_short_read_ahead=True)
@@ -50,6 +51,7 @@ class Case:
         least: Required ratio of the decoding speed to llama.cpp's.
         most_load: Required seconds of a load; None for no requirement.
         has_accelerate: True to run accelerate's offload of an unquantized model, too.
+        formats: Formats that hfq runs without llama.cpp. Empty compares GPTQ and GGUF with llama.cpp.
     """
 
     name: str
@@ -60,13 +62,19 @@ class Case:
     least: float = 1.0
     most_load: float | None = None
     has_accelerate: bool = False
+    formats: tuple[str, ...] = ()
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
-        """Ways to run it; the last one is the bar.
+        """Ways to run it; without `formats`, the last one is the bar.
 
         With a memory limit, a long read-ahead of the disk would make llama.cpp read most experts many times.
         """
+        if self.formats:
+            return tuple(
+                _PLAIN if each == BF16 else Contender(f"hfq, {_NAMES[each]}", "hfq", each)
+                for each in self.formats
+            )
         others = (_ACCELERATE,) if self.has_accelerate else ()
         return (*HFQ, *others, _LLAMA if self.limit is None else _LLAMA_128)
 
@@ -76,6 +84,15 @@ class Case:
         return self.device_map == _LAYERS_ON_DISK
 
 
+_NAMES = {
+    GPTQ: "GPTQ",
+    "awq": "AWQ",
+    "fp8": "FP8 blocks",
+    "nf4": "NF4",
+    "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
+    "int8": "int8",
+}
 _LAYERS_ON_DISK = {"": "cpu", "model.layers": "disk"}
 CASES = (
     Case("Qwen3-30B-A3B, resident", "qwen3-30b-a3b", {"": "cpu"}, least=0.9, most_load=4.0),
@@ -86,8 +103,21 @@ CASES = (
     Case("Llama-3-8B, resident", "llama-3-8b", {"": "cpu"}),
     Case("Llama-3-8B on disk, 4 GB", "llama-3-8b", _LAYERS_ON_DISK, 4e9, least=2.0, has_accelerate=True),
     Case("Llama-2-13B on disk, 4 GB", "llama-2-13b", _LAYERS_ON_DISK, 4e9, least=2.0),
+    Case(
+        "Llama-3-8B with 8 of 32 layers, resident", "llama-3-8b-short", {"": "cpu"}, formats=(*_NAMES, BF16)
+    ),
+    Case("gpt-oss-20b, resident", "gpt-oss-20b", {"": "cpu"}, formats=("mxfp4",)),
+    Case("gpt-oss-20b in 8 GB", "gpt-oss-20b", "auto", 8e9, formats=("mxfp4",)),
+    Case(
+        "Llama-3-70B with 24 of 80 layers, on disk, 4 GB",
+        "llama-3-70b-short",
+        _LAYERS_ON_DISK,
+        4e9,
+        formats=(GPTQ,),
+    ),
+    Case("DeepSeek-V3 with 4 of 61 layers, in 8 GB", "deepseek-v3-short", "auto", 8e9, formats=("fp8",)),
 )
-"""The cases of the table."""
+"""The cases of the tables."""
 
 
 def find_rows(

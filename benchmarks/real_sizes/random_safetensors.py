@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.checkpoints import LAYOUTS
-from benchmarks.real_sizes.shapes import EMBEDDING, Shape, make_config, router_weight, to_bfloat16
-from hfq.machine_profile.probe_models import Planned, WeightLayout, norm, write_planned
+from benchmarks.real_sizes.other_mixtures import deepseek_tensors, gpt_oss_config, gpt_oss_tensors
+from benchmarks.real_sizes.random_tensors import Tensors, floats, linear, mlp, router
+from benchmarks.real_sizes.rounded_layouts import find_layout
+from benchmarks.real_sizes.shapes import EMBEDDING, Shape, make_config
+from hfq.machine_profile.probe_models import WeightLayout, norm, write_planned
 
 __all__ = ["write_safetensors"]
-
-_Tensors = Iterator[tuple[str, Planned]]
 
 
 def write_safetensors(folder: Path, shape: Shape, name: str) -> None:
@@ -22,52 +22,46 @@ def write_safetensors(folder: Path, shape: Shape, name: str) -> None:
     Args:
         folder: The new folder.
         shape: Shape of the model.
-        name: A name of `LAYOUTS`.
+        name: A format, see `find_layout`; `mxfp4` for gpt-oss.
 
     Raises:
         SetupError: The disk has too little free space. Nothing was written.
     """
-    weights, config = LAYOUTS[name], make_config(shape)
-    config.quantization_config = weights.quantization
-    write_planned(folder, dict(_tensors(shape, weights)), config.to_dict())
+    weights, config = find_layout(name), make_config(shape)
+    is_gpt_oss = shape.config == "GptOssConfig"
+    config.quantization_config = gpt_oss_config() if is_gpt_oss else weights.quantization
+    layers = _LAYERS.get(shape.config, _llama_tensors)
+    planned = {
+        "model.embed_tokens.weight": floats(shape.vocabulary, shape.hidden, deviation=EMBEDDING),
+        **dict(layers(shape, weights)),
+        "model.norm.weight": norm(shape.hidden),
+        "lm_head.weight": floats(shape.vocabulary, shape.hidden, deviation=shape.hidden**-0.5),
+    }
+    write_planned(folder, planned, config.to_dict())
 
 
-def _tensors(shape: Shape, weights: WeightLayout) -> _Tensors:
+def _llama_tensors(shape: Shape, weights: WeightLayout) -> Tensors:
+    """Yields the layers of Llama, or of Qwen3's mixtures."""
     hidden, routers = shape.hidden, np.random.default_rng(1)
     queries, keys = (count * shape.head for count in shape.heads)
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
-    yield "model.embed_tokens.weight", _floats(shape.vocabulary, hidden, EMBEDDING)
     for layer in (f"model.layers.{number}" for number in range(shape.layers)):
         yield f"{layer}.input_layernorm.weight", norm(hidden)
         yield f"{layer}.post_attention_layernorm.weight", norm(hidden)
         for local, (rows, columns) in attention.items():
-            yield from _linear(f"{layer}.self_attn.{local}_proj", rows, columns, weights)
+            yield from linear(f"{layer}.self_attn.{local}_proj", rows, columns, weights)
         if not shape.is_mixture:
-            yield from _mlp(f"{layer}.mlp", shape, weights)
+            yield from mlp(f"{layer}.mlp", shape.inner, hidden, weights)
             continue
         yield f"{layer}.self_attn.q_norm.weight", norm(shape.head)
         yield f"{layer}.self_attn.k_norm.weight", norm(shape.head)
-        router = to_bfloat16(router_weight(routers, shape.experts[0], hidden, False))
-        yield f"{layer}.mlp.gate.weight", Planned("BF16", router.shape, lambda *_, own=router: own)
+        yield f"{layer}.mlp.gate.weight", router(routers, shape.experts[0], hidden)
         for expert in range(shape.experts[0]):
-            yield from _mlp(f"{layer}.mlp.experts.{expert}", shape, weights)
-    yield "model.norm.weight", norm(hidden)
-    yield "lm_head.weight", _floats(shape.vocabulary, hidden, hidden**-0.5)
+            yield from mlp(f"{layer}.mlp.experts.{expert}", shape.inner, hidden, weights)
 
 
-def _linear(name: str, rows: int, columns: int, weights: WeightLayout) -> _Tensors:
-    for local, planned in weights.tensors(rows, columns).items():
-        yield f"{name}.{local}", planned
-
-
-def _mlp(name: str, shape: Shape, weights: WeightLayout) -> _Tensors:
-    yield from _linear(f"{name}.gate_proj", shape.inner, shape.hidden, weights)
-    yield from _linear(f"{name}.up_proj", shape.inner, shape.hidden, weights)
-    yield from _linear(f"{name}.down_proj", shape.hidden, shape.inner, weights)
-
-
-def _floats(rows: int, columns: int, deviation: float) -> Planned:
-    def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        return to_bfloat16(random.standard_normal(shape, np.float32) * np.float32(deviation))
-
-    return Planned("BF16", (rows, columns), draw)
+_LAYERS: dict[str, Callable[[Shape, WeightLayout], Tensors]] = {
+    "GptOssConfig": gpt_oss_tensors,
+    "DeepseekV3Config": deepseek_tensors,
+}
+"""Layers of mixtures other than Qwen3's, by the class of their config."""

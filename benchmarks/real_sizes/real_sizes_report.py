@@ -46,6 +46,12 @@ read from devices per decoded token. Hits are routed experts that the cache had,
 read. A raw pass is the time of the bytes that a token needs from disk, at the rate of direct reads of the same
 files in the same round. The last column is the ratio of the decoding speeds."""
 
+_OTHER_NOTE = """Columns are those above. Models have the named number of layers, and the speeds are those of these
+layers: they say nothing about the whole model, since a token also takes the head. FP8 blocks are 128 x 128, MXFP4
+has groups of 32, NVFP4 of 16, NF4 of 64, AWQ and GPTQ of 128, int8 a scale for each row. The head and the embeddings
+are 16-bit. The MXFP4 of gpt-oss holds its experts only. The first layer of DeepSeek-V3 is dense (in the published
+model, three of 61 are)."""
+
 _COLUMNS: Mapping[str, tuple[str, Callable[[Record], float]]] = {
     "load": ("{:.1f} s", lambda record: record["load_seconds"]),
     "own memory": ("{:.2f} GB", lambda record: record["anonymous"] / 1e9),
@@ -69,11 +75,11 @@ def real_sizes_report(facts: Mapping[str, str], records: Sequence[Record]) -> Re
         records: One for each measured contender of a case in a round.
     """
     cases = [case for case in CASES if select(records, case=case.name)]
-    targets = [target for case in cases for target in _targets(case, records)]
-    tables = [_table(cases, records), _published()]
-    return Report(
-        "Whole models of real sizes", facts, tables, targets, records, _chart(cases, records), _TARGETS_NOTE
-    )
+    compared, others = [each for each in cases if not each.formats], [each for each in cases if each.formats]
+    targets = [target for case in compared for target in _targets(case, records)]
+    tables = [_table(compared, records), *([_other_formats(others, records)] if others else []), _published()]
+    chart = _chart(compared, records)
+    return Report("Whole models of real sizes", facts, tables, targets, records, chart, _TARGETS_NOTE)
 
 
 _TARGETS_NOTE = "Medians over the rounds, of the better of hfq's two rows; of predictions, the worse."
@@ -95,22 +101,38 @@ def _of(
 
 def _table(cases: Sequence[Case], records: Sequence[Record]) -> Table:
     rows = []
+    for case, contender, about in _measured(cases, records):
+        cells = *_cells(case, contender, records), _ratio_cell(case, contender, records)
+        rows.append([case.name, contender + about, *cells])
+    return Table("Speed", _NOTE, ("model", "contender", *_COLUMNS, "of llama.cpp"), rows)
+
+
+def _other_formats(cases: Sequence[Case], records: Sequence[Record]) -> Table:
+    rows = [
+        [case.name, contender + about, *_cells(case, contender, records)]
+        for case, contender, about in _measured(cases, records)
+    ]
+    return Table("Other formats", _OTHER_NOTE, ("model", "contender", *_COLUMNS), rows)
+
+
+def _measured(cases: Sequence[Case], records: Sequence[Record]) -> Iterator[tuple[Case, str, str]]:
+    """Yields each case, a contender that was measured, and what a table says about its model."""
     for case in cases:
         for contender in case.contenders:
-            found = select(records, case=case.name, contender=contender.name)
-            if found:
-                about = f" ({found[0]['about']})" if "about" in found[0] else ""
-                rows.append([case.name, contender.name + about, *_cells(case, contender.name, records)])
-    return Table("Speed", _NOTE, ("model", "contender", *_COLUMNS, "of llama.cpp"), rows)
+            if found := select(records, case=case.name, contender=contender.name):
+                yield case, contender.name, f" ({found[0]['about']})" if "about" in found[0] else ""
 
 
 def _cells(case: Case, contender: str, records: Sequence[Record]) -> Iterator[str]:
     for text, value in _COLUMNS.values():
         found = _of(records, case, contender, value)
         yield "-" if found is None else text.format(found)
+
+
+def _ratio_cell(case: Case, contender: str, records: Sequence[Record]) -> str:
     is_whole = not any("about" in each for each in select(records, case=case.name, contender=contender))
     ratio = _ratio(case, contender, records, _speed) if is_whole else None
-    yield "-" if ratio is None else f"{ratio:.2f}"
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _published() -> Table:

@@ -1,4 +1,4 @@
-"""hfq, accelerate, and llama.cpp as contenders: each loads a model, and runs random tokens in contexts."""
+"""hfq, transformers, accelerate, and llama.cpp as contenders: each loads a model, and runs random tokens in contexts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUNTIMES", "Accelerate", "Hfq", "LlamaCpp"]
+__all__ = ["RUNTIMES", "Accelerate", "Hfq", "LlamaCpp", "Transformers"]
 
 _CONTEXT = 1024
 _ENDS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
-class _Transformers:
-    """A model of transformers.
+class Transformers:
+    """A model in plain transformers.
 
     Args:
         path: The checkpoint.
@@ -63,11 +63,11 @@ class _Transformers:
         return {}
 
     def _options(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return {}
 
 
-class Hfq(_Transformers):
-    """hfq in transformers. The arguments are those of `_Transformers`."""
+class Hfq(Transformers):
+    """hfq in transformers. The arguments are those of `Transformers`."""
 
     def counters(self) -> dict[str, int]:
         """Returns routed experts so far, those that were cached, and bytes needed from disk.
@@ -108,7 +108,7 @@ class Hfq(_Transformers):
         return {"quantization_config": HfqConfig()}
 
 
-class Accelerate(_Transformers):
+class Accelerate(Transformers):
     """Plain transformers with accelerate's disk offload of all layers.
 
     Args:
@@ -174,5 +174,5 @@ class LlamaCpp:
         return {}
 
 
-RUNTIMES = {"hfq": Hfq, "accelerate": Accelerate, "llama.cpp": LlamaCpp}
+RUNTIMES = {"hfq": Hfq, "transformers": Transformers, "accelerate": Accelerate, "llama.cpp": LlamaCpp}
 """Contenders, by name."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Shape:
         vocabulary: Number of tokens.
         experts: Numbers of experts, and of those that a token uses. (0, 0) for a dense model.
         theta: Base of the rotary embedding.
+        others: Further values of the config.
     """
 
     architecture: str
@@ -54,6 +56,7 @@ class Shape:
     vocabulary: int
     experts: tuple[int, int] = (0, 0)
     theta: float = 1e6
+    others: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def shortened(self) -> Shape:
         """Returns the same shape with two layers and few tokens, for a check."""
@@ -71,14 +74,78 @@ class Shape:
         """True for a mixture of experts."""
         return self.experts[0] > 0
 
+    @property
+    def can_be_skewed(self) -> bool:
+        """True if `set_routing` knows its routers."""
+        return self.config == "Qwen3MoeConfig"
+
+
+_LLAMA_8B = Shape("llama", "LlamaConfig", 32, 4096, 14_336, (32, 8), 128, 128_256, theta=5e5)
+_DEEPSEEK = {
+    "intermediate_size": 18_432,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 150_000.0,
+}
 
 SHAPES = {
     "qwen3-30b-a3b": Shape("qwen3moe", "Qwen3MoeConfig", 48, 2048, 768, (32, 4), 128, 151_936, (128, 8)),
-    "llama-3-8b": Shape("llama", "LlamaConfig", 32, 4096, 14_336, (32, 8), 128, 128_256, theta=5e5),
+    "llama-3-8b": _LLAMA_8B,
+    "llama-3-8b-short": replace(_LLAMA_8B, layers=8),
     "llama-2-13b": Shape("llama", "LlamaConfig", 40, 5120, 13_824, (40, 40), 128, 32_000, theta=1e4),
-    "llama-3-70b": Shape("llama", "LlamaConfig", 80, 8192, 28_672, (64, 8), 128, 128_256, theta=5e5),
+    "llama-3-70b-short": Shape("llama", "LlamaConfig", 24, 8192, 28_672, (64, 8), 128, 128_256, theta=5e5),
+    "gpt-oss-20b": Shape(
+        "gpt-oss",
+        "GptOssConfig",
+        24,
+        2880,
+        2880,
+        (64, 8),
+        64,
+        201_088,
+        (32, 4),
+        others={"sliding_window": 128, "max_position_embeddings": 131_072, "rope_parameters": _YARN},
+    ),
+    "deepseek-v3-short": Shape(
+        "deepseek2",
+        "DeepseekV3Config",
+        4,
+        7168,
+        2048,
+        (128, 128),
+        64,
+        129_280,
+        (256, 8),
+        1e4,
+        others=_DEEPSEEK,
+    ),
 }
-"""Published shapes, by name."""
+"""Published shapes, by name. Those that end in `-short` have fewer layers.
+
+The short DeepSeek-V3 has one dense layer, of three.
+"""
+
+_EXPERTS = {
+    "Qwen3MoeConfig": "num_experts",
+    "GptOssConfig": "num_local_experts",
+    "DeepseekV3Config": "n_routed_experts",
+}
+"""Number of experts in the config of each mixture."""
 
 
 def make_config(shape: Shape) -> Any:
@@ -100,8 +167,9 @@ def make_config(shape: Shape) -> Any:
         "dtype": "bfloat16",
     }
     if shape.is_mixture:
-        sizes |= {"num_experts": shape.experts[0], "num_experts_per_tok": shape.experts[1]}
+        sizes |= {_EXPERTS[shape.config]: shape.experts[0], "num_experts_per_tok": shape.experts[1]}
         sizes |= {"moe_intermediate_size": shape.inner, "norm_topk_prob": True}
+    sizes |= shape.others
     kind = getattr(transformers, shape.config)
     return kind(architectures=[shape.config.replace("Config", "ForCausalLM")], **sizes)
 
@@ -136,7 +204,7 @@ def set_routing(folder: Path, shape: Shape, is_skewed: bool) -> None:
         is_skewed: True if the experts' frequencies follow Zipf's law.
     """
     random = np.random.default_rng(1)
-    if not shape.is_mixture:
+    if not shape.can_be_skewed:
         return
     tensors = Checkpoint.open(folder).tensors
     _set_channel(tensors["model.embed_tokens.weight"], shape, is_skewed)

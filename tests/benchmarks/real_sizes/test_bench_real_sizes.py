@@ -13,7 +13,9 @@ from benchmarks.real_sizes import memory_group as groups
 from benchmarks.real_sizes.bench_real_sizes import bench_real_sizes
 from benchmarks.real_sizes.random_gguf import BLOCKS, random_rows, write_gguf
 from benchmarks.real_sizes.random_safetensors import write_safetensors
+from benchmarks.real_sizes.random_tensors import floats
 from benchmarks.real_sizes.rates import measure_rates
+from benchmarks.real_sizes.rounded_layouts import ROUNDED
 from benchmarks.real_sizes.shapes import SHAPES, set_routing
 from benchmarks.real_sizes.worker import RealSizeWorker
 from hfq import HfqConfig
@@ -36,7 +38,34 @@ SMALL = {
     "dense": replace(
         SHAPES["llama-3-8b"], layers=2, hidden=256, inner=512, heads=(4, 2), head=64, vocabulary=320
     ),
+    "gpt-oss": replace(
+        SHAPES["gpt-oss-20b"],
+        layers=2,
+        hidden=256,
+        inner=256,
+        heads=(4, 2),
+        head=64,
+        vocabulary=320,
+        experts=(4, 2),
+    ),
+    "deepseek": replace(
+        SHAPES["deepseek-v3-short"],
+        layers=2,
+        hidden=256,
+        inner=256,
+        heads=(4, 4),
+        vocabulary=320,
+        experts=(8, 2),
+        others=SHAPES["deepseek-v3-short"].others
+        | {"intermediate_size": 512, "q_lora_rank": 128, "kv_lora_rank": 128, "n_group": 2, "topk_group": 1},
+    ),
 }
+MADE = [
+    *((shape, kind) for shape in ("mixture", "dense") for kind in KINDS),
+    *(("dense", kind) for kind in ROUNDED),
+    ("gpt-oss", "mxfp4"),
+    ("deepseek", "fp8"),
+]
 
 
 def made(folder, shape, kind):
@@ -54,10 +83,27 @@ def test_random_blocks_have_no_mean_and_the_asked_deviation(kind):
     assert 0.015 < numbers.std() < 0.03  # scales are powers of two, or vary
 
 
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_random_model_loads_quantized_and_tells_tokens_apart(tmp_path, shape, kind):
-    path = made(tmp_path, shape, kind)
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_no_two_rounded_layers_are_equal_and_none_has_a_mean(tmp_path, kind):
+    path = made(tmp_path, SMALL["dense"], kind)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map="cpu")
+    first, second = (layer.mlp.gate_proj.weight.float() for layer in model.model.layers)
+    assert not torch.equal(first, second)
+    for weight in (first, second):
+        assert abs(weight.mean()) < 0.0002
+        assert 0.018 < weight.std() < 0.024  # rotated codes have the scales and zero points of other rows
+
+
+def test_floats_drawn_in_pieces_are_those_drawn_at_once(monkeypatch):
+    planned = floats(10, 8, deviation=2.0)
+    whole = planned.draw(np.random.default_rng(0), planned.shape)
+    monkeypatch.setattr("benchmarks.real_sizes.random_tensors._ROWS", 3)
+    assert np.array_equal(planned.draw(np.random.default_rng(0), planned.shape), whole)
+
+
+@pytest.mark.parametrize(("name", "kind"), MADE, ids=["-".join(each) for each in MADE])
+def test_a_random_model_loads_quantized_and_tells_tokens_apart(tmp_path, name, kind):
+    path = made(tmp_path, SMALL[name], kind)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map="cpu")
     assert model.hf_quantizer.loading.quantized
     with torch.inference_mode():

@@ -53,6 +53,19 @@ def test_targets_are_ratios_of_the_better_row():
     assert report.tables[0].rows[2][7:12] == ["1.00/s", "4.00 s", "4.000 GB", "-", "1.95 s"]
 
 
+def test_other_formats_have_a_table_of_their_own_and_no_targets():
+    case = "Llama-3-8B with 8 of 32 layers, resident"
+    records = [record(case, "hfq, NF4", 0.5), record(case, "transformers, bfloat16", 0.25)]
+    report = real_sizes_report({}, [*RECORDS, *records])
+    assert [table.title for table in report.tables] == ["Speed", "Other formats", "What others publish"]
+    assert [row[:2] + row[6:7] for row in report.tables[1].rows] == [
+        [case, "hfq, NF4", "2.00/s"],
+        [case, "transformers, bfloat16", "4.00/s"],
+    ]
+    assert len(report.targets) == len(real_sizes_report({}, RECORDS).targets)
+    assert len(real_sizes_report({}, RECORDS).tables) == 2
+
+
 def test_a_page_of_several_runs_has_the_latest_records_of_each_row(tmp_path):
     real_sizes_report({"date": "earlier"}, RECORDS).write(tmp_path, "first")
     later = [record(ON_DISK, "hfq, GPTQ", 1.0, predicted_seconds=1.0)]
