@@ -89,18 +89,27 @@ class Hfq(Transformers):
             "needed": report.passes * report.pass_nbytes + read * nbytes,
         }
 
-    def predict(self, profile: Path, context: int) -> float:
+    def predict(self, profile: Path, context: int, recorded: int = 0) -> float:
         """Returns the predicted seconds of a token.
 
         Args:
             profile: Machine profile.
             context: Number of tokens before it.
+            recorded: Number of random tokens that run first, in an empty context, and whose routing tells the
+                hits of the expert cache. 0 predicts them as `hfq.report` does.
         """
+        import hfq
         from hfq.loading.loaded_model import loader_of
         from hfq.placement.estimate.profile import read_profile
         from hfq.runtime.predicted_speed import predict_step
 
-        return predict_step(loader_of(self.model), read_profile(profile), context=context).step_seconds
+        routing = None
+        if recorded:
+            with hfq.record_routing(self.model) as routing:
+                self.start()
+                self.run(recorded)
+        loader, rates = loader_of(self.model), read_profile(profile)
+        return predict_step(loader, rates, context=context, routing=routing).step_seconds
 
     def _options(self) -> dict[str, Any]:
         from hfq import HfqConfig

@@ -50,12 +50,17 @@ class RealSizeWorker:
         found = self._measured(self._runtime.load)
         return found | {"anonymous": memory().get("anonymous", 0)}
 
-    def predict(self, profile: str) -> dict:
-        """Predicts the seconds of a token from a machine profile as JSON."""
+    def predict(self, profile: str, recorded: int = 0) -> dict:
+        """Predicts the seconds of a token.
+
+        Args:
+            profile: Machine profile as JSON.
+            recorded: Number of tokens whose routing is recorded for it. 0 records nothing.
+        """
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
             file.write(profile)
             file.flush()
-            return {"seconds": self._runtime.predict(Path(file.name), _START)}
+            return {"seconds": self._runtime.predict(Path(file.name), _START, recorded)}
 
     def prefill(self, tokens: int) -> dict:
         """Runs a prompt in an empty context."""

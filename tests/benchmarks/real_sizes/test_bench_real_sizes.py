@@ -21,6 +21,8 @@ from benchmarks.real_sizes.worker import RealSizeWorker
 from hfq import HfqConfig
 from hfq.errors import SetupError
 from hfq.placement.estimate.profile import PUBLISHED
+from hfq.runtime import predicted_speed
+from hfq.runtime.predicted_speed import predict_step
 
 KINDS = ["gguf", "gptq4", "fp8"]
 TYPES = {"": Type.Q4_K, "output": Type.Q6_K}
@@ -141,6 +143,23 @@ def test_the_worker_counts_tokens_bytes_and_hits(tmp_path):
     assert 0 <= found["hit_rate"] <= 1
     offloader = worker._runtime.model.hf_quantizer.loading.offloader
     assert found["needed"] >= offloader.pass_nbytes > 0
+
+
+def test_a_prediction_may_have_the_routing_of_tokens_that_ran_before(tmp_path, monkeypatch):
+    write_gguf(tmp_path, SMALL["mixture"], TYPES)
+    worker = RealSizeWorker("hfq", str(tmp_path), torch.get_num_threads(), None, {"": "disk"})
+    worker.load()
+    given = []
+
+    def predict(*arguments, routing=None, **options):
+        given.append(routing)
+        return predict_step(*arguments, routing=routing, **options)
+
+    monkeypatch.setattr(predicted_speed, "predict_step", predict)
+    for recorded in (0, 16):
+        assert worker.predict(PUBLISHED.to_json(), recorded)["seconds"] > 0
+    assert given[0] is None
+    assert str(given[1]) == "the routing of 16 tokens"
 
 
 def test_decoding_ends_after_the_asked_time_and_three_tokens(tmp_path):

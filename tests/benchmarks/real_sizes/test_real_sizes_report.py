@@ -50,7 +50,7 @@ def test_targets_are_ratios_of_the_better_row():
     rows = [row for row in report.tables[0].rows if row[0] == ON_DISK]
     assert rows[2][1] == "accelerate, bfloat16 (8 of 32 layers)"
     assert [row[-1] for row in rows] == ["4.00", "2.00", "-", "1.00"]  # fewer layers are no comparison
-    assert report.tables[0].rows[2][7:12] == ["1.00/s", "4.00 s", "4.000 GB", "-", "1.95 s"]
+    assert report.tables[0].rows[2][7:13] == ["1.00/s", "-", "4.00 s", "4.000 GB", "-", "1.95 s"]
 
 
 def test_other_formats_have_a_table_of_their_own_and_no_targets():
@@ -74,6 +74,17 @@ def test_a_page_of_several_runs_has_the_latest_records_of_each_row(tmp_path):
     assert report.facts == {"date": "later"}
     assert len(report.records) == len(RECORDS)
     assert report.records[2] == later[0]
+
+
+def test_skewed_rows_have_a_prediction_from_recorded_routing_and_a_target_for_it():
+    case, predicted = "Qwen3-30B-A3B in 8 GB, skewed", {"predicted_seconds": 2.0}
+    records = [record(case, "hfq, GPTQ", 1.0, predicted_recorded_seconds=0.8, **predicted)]
+    report = real_sizes_report({}, records)
+    assert report.tables[0].rows[0][7:9] == ["0.50/s", "1.25/s"]
+    assert [round(target.value, 3) for target in report.targets[-2:]] == [0.5, 0.25]
+    earlier = real_sizes_report({}, [record(case, "hfq, GPTQ", 1.0, **predicted)])
+    assert earlier.tables[0].rows[0][8] == "-"
+    assert earlier.targets[-1].value is None
 
 
 def test_rows_are_found_by_parts_of_their_names():
