@@ -197,6 +197,7 @@ class _Measuring:
             if contender.has_short_read_ahead:
                 file = stack.enter_context(_loop_device(file))
             options = {"runtime": contender.runtime, "path": str(file), "threads": self.threads}
+            options |= {"options": dict(contender.options), "attention": contender.attention}
             group = stack.enter_context(memory_group(limit))
             worker = stack.enter_context(Worker(_WORKER, **options, group=group, device_map=case.device_map))
             load = _ask(worker, "load")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hfq.errors import SetupError
@@ -23,15 +23,26 @@ class Contender:
         runtime: A name of `RUNTIMES`.
         format: Format of the model that it runs.
         has_short_read_ahead: True to read the file through a loop device with a read-ahead of 128 KiB.
+        options: Options of `HfqConfig`.
+        attention: Argument `attn_implementation` of `from_pretrained`; None for its default.
     """
 
     name: str
     runtime: str
     format: str
     has_short_read_ahead: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    attention: str | None = None
 
 
 HFQ = (Contender("hfq, GPTQ", "hfq", GPTQ), Contender("hfq, the same GGUF", "hfq", GGUF))
+_ROUNDED_HEAD = Contender(
+    "hfq, GPTQ, head rounded to FP8, hfq_sdpa",
+    "hfq",
+    GPTQ,
+    options={"quantize_output_head": "fp8"},
+    attention="hfq_sdpa",
+)
 _PLAIN = Contender("transformers, bfloat16", "transformers", BF16)
 _ACCELERATE = Contender("accelerate, bfloat16", "accelerate", BF16)
 _LLAMA = Contender("llama.cpp, mapped", "llama.cpp", GGUF)
@@ -76,7 +87,8 @@ class Case:
                 for each in self.formats
             )
         others = (_ACCELERATE,) if self.has_accelerate else ()
-        return (*HFQ, *others, _LLAMA if self.limit is None else _LLAMA_128)
+        rounded = (_ROUNDED_HEAD,) if self.limit is None else ()
+        return (*HFQ, *rounded, *others, _LLAMA if self.limit is None else _LLAMA_128)
 
     @property
     def reads_all_layers(self) -> bool:

@@ -45,7 +45,8 @@ first token, with rates that were measured in the same run; it takes routing for
 from the recorded routing of 128 other tokens, which ran before those that were timed. Disk is what the process read
 from devices per decoded token. Hits are routed experts that the cache had, or that a guess had begun to
 read. A raw pass is the time of the bytes that a token needs from disk, at the rate of direct reads of the same
-files in the same round. The last column is the ratio of the decoding speeds."""
+files in the same round. With the head rounded to FP8 when it is loaded, and attention that sums in another order
+(hfq_sdpa), results are not those of the checkpoint; such rows count for no target. The last column is the ratio of the decoding speeds."""
 
 _OTHER_NOTE = """Columns are those above. Models have the named number of layers, and the speeds are those of these
 layers: they say nothing about the whole model, since a token also takes the head. FP8 blocks are 128 x 128, MXFP4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,26 @@ class Transformers:
 
 
 class Hfq(Transformers):
-    """hfq in transformers. The arguments are those of `Transformers`."""
+    """hfq in transformers.
+
+    Args:
+        path: The checkpoint.
+        threads: Number of threads.
+        device_map: Argument of `from_pretrained`.
+        options: Options of `HfqConfig`.
+        attention: Argument `attn_implementation` of `from_pretrained`; None for its default.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        threads: int,
+        device_map: Any = None,
+        options: Mapping[str, Any] | None = None,
+        attention: str | None = None,
+    ) -> None:
+        super().__init__(path, threads, device_map)
+        self._config, self._attention = options or {}, attention
 
     def counters(self) -> dict[str, int]:
         """Returns routed experts so far, those that were cached, and bytes needed from disk.
@@ -114,7 +134,8 @@ class Hfq(Transformers):
     def _options(self) -> dict[str, Any]:
         from hfq import HfqConfig
 
-        return {"quantization_config": HfqConfig()}
+        more = {} if self._attention is None else {"attn_implementation": self._attention}
+        return {"quantization_config": HfqConfig(**self._config), **more}
 
 
 class Accelerate(Transformers):

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,25 @@ class RealSizeWorker:
         threads: Number of threads.
         group: Cgroup to join before anything is loaded, or None.
         device_map: Device map of hfq.
+        options: Options of `HfqConfig`.
+        attention: Argument `attn_implementation` of `from_pretrained`; None for its default.
     """
 
     def __init__(
-        self, runtime: str, path: str, threads: int, group: str | None = None, device_map: Any = None
+        self,
+        runtime: str,
+        path: str,
+        threads: int,
+        group: str | None = None,
+        device_map: Any = None,
+        options: Mapping[str, Any] | None = None,
+        attention: str | None = None,
     ) -> None:
         join_group(group)
         from benchmarks.real_sizes.runtimes import RUNTIMES
 
-        self._runtime = RUNTIMES[runtime](path, threads, device_map)
+        own = {"options": options or {}, "attention": attention} if runtime == "hfq" else {}
+        self._runtime = RUNTIMES[runtime](path, threads, device_map, **own)
         self.commands = {name: getattr(self, name) for name in ("load", "predict", "prefill", "decode")}
 
     def load(self) -> dict:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.real_sizes import memory_group as groups
 from benchmarks.real_sizes.bench_real_sizes import bench_real_sizes
+from benchmarks.real_sizes.cases import CASES
 from benchmarks.real_sizes.random_gguf import BLOCKS, random_rows, write_gguf
 from benchmarks.real_sizes.random_safetensors import write_safetensors
 from benchmarks.real_sizes.random_tensors import floats
@@ -160,6 +161,17 @@ def test_a_prediction_may_have_the_routing_of_tokens_that_ran_before(tmp_path, m
         assert worker.predict(PUBLISHED.to_json(), recorded)["seconds"] > 0
     assert given[0] is None
     assert str(given[1]) == "the routing of 16 tokens"
+
+
+def test_a_row_may_have_a_rounded_head_and_another_attention(tmp_path):
+    path = made(tmp_path, SMALL["mixture"], "gptq4")
+    rounded = next(each for each in CASES[0].contenders if each.options)
+    worker = RealSizeWorker("hfq", str(path), 1, None, None, rounded.options, rounded.attention)
+    worker.load()
+    model = worker._runtime.model
+    assert "e4m3" in model.lm_head.weight_format.describe()
+    assert model.config._attn_implementation == "hfq_sdpa"
+    assert worker.decode(3)["seconds"] > 0
 
 
 def test_decoding_ends_after_the_asked_time_and_three_tokens(tmp_path):
