@@ -104,6 +104,7 @@ _NAMES = {
     "mxfp4": "MXFP4",
     "nvfp4": "NVFP4",
     "int8": "int8",
+    "w8a16": "int8 pack-quantized",
 }
 _LAYERS_ON_DISK = {"": "cpu", "model.layers": "disk"}
 CASES = (

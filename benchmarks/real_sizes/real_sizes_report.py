@@ -46,13 +46,14 @@ from the recorded routing of 128 other tokens, which ran before those that were 
 from devices per decoded token. Hits are routed experts that the cache had, or that a guess had begun to
 read. A raw pass is the time of the bytes that a token needs from disk, at the rate of direct reads of the same
 files in the same round. With the head rounded to FP8 when it is loaded, and attention that sums in another order
-(hfq_sdpa), results are not those of the checkpoint; such rows count for no target. The last column is the ratio of the decoding speeds."""
+(hfq_sdpa), results are not those of the checkpoint; such rows count for no target. The last column is the ratio of
+the decoding speeds."""
 
-_OTHER_NOTE = """Columns are those above. Models have the named number of layers, and the speeds are those of these
-layers: they say nothing about the whole model, since a token also takes the head. FP8 blocks are 128 x 128, MXFP4
-has groups of 32, NVFP4 of 16, NF4 of 64, AWQ and GPTQ of 128, int8 a scale for each row. The head and the embeddings
-are 16-bit. The MXFP4 of gpt-oss holds its experts only. The first layer of DeepSeek-V3 is dense (in the published
-model, three of 61 are)."""
+_OTHER_NOTE = """Columns are those above. Models have the named number of layers, and the speeds are those of
+these layers: they say nothing about the whole model, since a token also takes the head. FP8 blocks are 128 x 128,
+MXFP4 has groups of 32, NVFP4 of 16, NF4 of 64, AWQ and GPTQ of 128, int8 a scale for each row (pack-quantized is
+what the recipe `w8a16` writes). The head and the embeddings are 16-bit. The MXFP4 of gpt-oss holds its experts only.
+The first layer of DeepSeek-V3 is dense (in the published model, three of 61 are)."""
 
 _COLUMNS: Mapping[str, tuple[str, Callable[[Record], float]]] = {
     "load": ("{:.1f} s", lambda record: record["load_seconds"]),

@@ -18,6 +18,7 @@ from hfq.formats import Format
 from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.codecs.dtypes import safetensors_dtype
+from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.machine_profile.probe_models import GROUP, Planned, WeightLayout
 from hfq.recipes.scheme import group_config
@@ -44,6 +45,11 @@ _NVFP4 = {
     },
     "input_activations": None,
 }
+_INT8 = {
+    "format": "int-quantized",
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "input_activations": None,
+}
 
 
 def _scheme(name: str) -> tuple[Format, Mapping[str, Any]]:
@@ -56,7 +62,8 @@ ROUNDED: dict[str, Callable[[], tuple[Format, Mapping[str, Any]]]] = {
     "nf4": lambda: (Bnb4Bit(), _NF4),
     "mxfp4": lambda: _scheme("mxfp4"),
     "nvfp4": lambda: (Nvfp4(), group_config(_NVFP4, ["lm_head"])),
-    "int8": lambda: _scheme("w8a16"),
+    "int8": lambda: (IntQuantized(scale_shape=(2, 1)), group_config(_INT8, ["lm_head"])),
+    "w8a16": lambda: _scheme("w8a16"),
 }
 """{name: function that returns a format and the `quantization_config` of a checkpoint}."""
 

@@ -1,4 +1,4 @@
-"""hfq, transformers, accelerate, and llama.cpp as contenders: each loads a model, and runs random tokens in contexts."""
+"""Contenders: each loads a model, and runs random tokens in contexts."""
 
 from __future__ import annotations
 
