@@ -94,7 +94,7 @@ struct Layer {
     int64_t order_first;        // BLOCKS: sizes of the stored order of the other rows
     int64_t order_second;       // BLOCKS: the same
     int64_t order_inner;        // BLOCKS: the same; 0 if all rows are in order
-    float shared;               // factor of INT8 and BIASED codes or E4M3_SCALED scales; added to NESTED scales
+    float shared;               // factor of bytes or E4M3_SCALED scales; added to NESTED scales
     float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 if zero points
     int32_t kind;               // Kind
     int32_t bits;               // bits per code; of columns only
