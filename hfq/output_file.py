@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfq.errors import SetupError
 
-__all__ = ["check_output_file", "write_output_file"]
+__all__ = ["check_output_file", "replace_file", "write_output_file"]
 
 
 def check_output_file(file: str | os.PathLike) -> None:
@@ -50,7 +50,7 @@ def write_output_file(file: str | os.PathLike, content: str | bytes) -> None:
     path, content = Path(file), content.encode("utf-8") if isinstance(content, str) else content
     try:
         if _is_replaced(path):
-            _replace(path.resolve(), content)
+            replace_file(path.resolve(), content)
         else:
             path.write_bytes(content)
     except OSError as error:
@@ -63,11 +63,24 @@ def _is_replaced(path: Path) -> bool:
     return path.is_file() or not path.exists()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes | memoryview, is_durable: bool = False) -> None:
+    """Writes a file under a hidden name and renames it.
+
+    Args:
+        path: The file to create or replace, which is no link.
+        content: All of its content.
+        is_durable: True to wait until the disk has it before the old file is replaced.
+
+    Raises:
+        OSError: The disk is full or not writable. An old file keeps its content, and nothing is left behind.
+    """
     temporary = _temporary(path)
     try:
         with open(temporary, "xb") as stream:
             stream.write(content)
+            if is_durable:
+                stream.flush()
+                os.fsync(stream.fileno())
         if path.exists():
             os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         os.replace(temporary, path)

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-from hfq.errors import HfqError, SetupError
+from hfq.errors import SetupError
 
 __all__ = ["Part", "Pool", "Ticket", "JobGroups"]
 
@@ -182,7 +182,7 @@ class JobGroups:
             if (job := ticket.begin(number)) is not None
         ]
         is_done = False
-        with contextlib.suppress(HfqError):
+        with contextlib.suppress(Exception):  # each job then runs alone, and meets its own error
             is_done = len(begun) > 1 and self._do(group, [index for index, _, _ in begun])
         for _, ticket, job in begun:
             if is_done:

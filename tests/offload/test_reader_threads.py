@@ -374,11 +374,11 @@ def test_jobs_of_several_tickets_are_done_together_except_those_that_have_begun(
     assert [ticket.is_cancelled for ticket in tickets] == [False, True, False, False]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_jobs_that_cannot_be_done_together_run_one_by_one_with_errors_of_their_own(fails):
+@pytest.mark.parametrize("error", [None, CheckpointError("Neither.", fix="-"), MemoryError()])
+def test_jobs_that_cannot_be_done_together_run_one_by_one_with_errors_of_their_own(error):
     def do(group, begun):
-        if fails:
-            raise CheckpointError("Neither.", fix="-")
+        if error is not None:
+            raise error
         return False
 
     ran = []

@@ -1,4 +1,4 @@
-"""Descriptions of layers of one byte per code: FP8, int8, and 8 bits in pack-quantized."""
+"""Descriptions of layers of one byte per code: FP8 and int8."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.layouts.scaled import ScaledCodes
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.kernels.cpp.layer_registry import reads
-from hfq.kernels.cpp.layer_struct import BIASED, BYTES, E4M3, E5M2, INT8, NONE, SCALES, CppLayer
+from hfq.kernels.cpp.layer_struct import BYTES, E4M3, E5M2, INT8, NONE, SCALES, CppLayer
 
-__all__ = ["fp8", "mlx_fp8", "packed_bytes", "scaled"]
+__all__ = ["fp8", "mlx_fp8", "scaled"]
 
 
 def _against_fp8(weight_format: Fp8, in_features: int) -> str | None:
@@ -88,35 +87,6 @@ def scaled(
         shared=weight_format.multiplier,
         row_zeros=BYTES if zero is not None else NONE,
         zeros=zero.data_ptr() if zero is not None else None,
-    )
-
-
-def packed_bytes(
-    weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> CppLayer:
-    """Describes a layer of pack-quantized with 8 bits, whose zero points are not packed."""
-    codes, scale = tensors["weight_packed"], tensors["weight_scale"]
-    zero = tensors.get("weight_zero_point")
-    index = tensors["weight_g_idx"] if weight_format.has_g_idx else None
-    groups = scale.shape[1] if scale.dim() == 2 else 1
-    return CppLayer(
-        codes=codes.data_ptr(),
-        row_nbytes=codes.shape[1] * 4,
-        scales=scale.data_ptr(),
-        in_features=in_features,
-        out_features=out_features,
-        kind=BIASED,
-        shared=1.0,
-        block_out=out_features if scale.numel() == 1 else 1,
-        block_in=-(-in_features // groups),
-        scale_stride=groups,
-        scale_step=1,
-        groups=groups,
-        scale_dtype=SCALES[scale.dtype],
-        row_zeros=BYTES if zero is not None else NONE,
-        zeros=zero.data_ptr() if zero is not None else None,
-        index=index.data_ptr() if index is not None else None,
-        index_nbytes=index.element_size() if index is not None else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Descriptions of layers of rows of 4-bit codes.
+"""Descriptions of layers of rows of 4-bit codes, and of 8-bit codes in the same formats.
 
 Formats: MXFP4, NVFP4, MLX, pack-quantized, Gemma QAT, AWQ's gemv and gemv_fast, and bitsandbytes.
 """
@@ -21,10 +21,10 @@ from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp4
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.cpp.byte_layers import packed_bytes
 from hfq.kernels.cpp.layer_registry import reads
 from hfq.kernels.cpp.layer_struct import (
     ADDED,
+    BIASED,
     BYTES,
     DTYPES,
     E4M3_SCALED,
@@ -145,8 +145,6 @@ def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> s
 def pack_quantized(
     weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    if weight_format.num_bits == 8:
-        return packed_bytes(weight_format, tensors, out_features, in_features)
     codes = tensors["weight_packed"]
     scale = tensors["weight_scale"]
     zero = tensors.get("weight_zero_point")
@@ -155,14 +153,20 @@ def pack_quantized(
     is_shared = scale.numel() == 1 and out_features > 1
     row_zeros = NONE if zero is None else OUTPUT_WORDS if weight_format.zero_dtype == "I32" else BYTES
     integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
+    of_codes: dict = {
+        "kind": NIBBLES,
+        "bits": 4,
+        "values": ctypes.addressof(_VALUES[_OFFSET]),
+        "integers": ctypes.addressof(integers),
+        "unit": unit,
+        "offset": offset,
+    }
     return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=codes.shape[1] * 4,
         scales=scale.data_ptr(),
         in_features=in_features,
         out_features=out_features,
-        kind=NIBBLES,
-        bits=4,
         block_out=out_features if is_shared else 1,
         block_in=-(-in_features // groups),
         scale_stride=groups,
@@ -171,12 +175,9 @@ def pack_quantized(
         scale_dtype=SCALES[scale.dtype],
         row_zeros=row_zeros,
         zeros=zero.data_ptr() if zero is not None else None,
-        values=ctypes.addressof(_VALUES[_OFFSET]),
-        integers=ctypes.addressof(integers),
-        unit=unit,
-        offset=offset,
         index=index.data_ptr() if index is not None else None,
         index_nbytes=index.element_size() if index is not None else 0,
+        **({"kind": BIASED, "shared": 1.0} if weight_format.num_bits == 8 else of_codes),
     )
 
 

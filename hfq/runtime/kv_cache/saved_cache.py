@@ -19,6 +19,7 @@ from torch import nn
 from hfq.checkpoint import Reader
 from hfq.errors import CheckpointError, SetupError
 from hfq.loading.loaded_model import loader_of
+from hfq.output_file import replace_file
 from hfq.runtime.kv_cache.kv_codec import KvCodec
 from hfq.runtime.kv_cache.kv_rows import FileRows
 from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
@@ -135,8 +136,8 @@ class CacheFolder:
         path, states = self._root / description["others"], io.BytesIO()
         torch.save(others, states)  # torch would report a full disk as an error of its own stream
         try:
-            _replace(path, states.getbuffer())
-            _replace(self._root / _DESCRIPTION, json.dumps(description).encode())
+            replace_file(path, states.getbuffer(), is_durable=True)
+            replace_file(self._root / _DESCRIPTION, json.dumps(description).encode(), is_durable=True)
         except OSError:
             if length != self.saved_length:  # otherwise the description of the earlier save names it
                 path.unlink(missing_ok=True)
@@ -283,20 +284,6 @@ def _check(rows: FileRows, path: Path, index: int, expected: int) -> None:
             found=f"CRC-32 {found:08x}",
             fix="Delete the folder, and compute the conversation again.",
         )
-
-
-def _replace(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file under another name, and renames it when the disk has it."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with open(new, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
