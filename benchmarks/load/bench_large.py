@@ -125,7 +125,7 @@ def _targets(records: list[Record]) -> list[Target]:
 def _chart(records: list[Record]) -> Chart:
     groups = [f"{model}: {question}" for model, _, question in _CASES]
     values = [_of(records, model, question, "cpu_seconds") for model, _, question in _CASES]
-    return Chart("CPU seconds (lower is better)", groups, {"hfq": values})
+    return Chart("CPU seconds (lower is better)", groups, {"hfq": values}, line=0)
 
 
 def _of(records: list[Record], model: str, question: str, key: str) -> float | None:

@@ -203,6 +203,8 @@ def _of_resident(case: Case, resident: Case, name: str, records: Sequence[Record
 
 
 def _chart(cases: Sequence[Case], records: Sequence[Record]) -> Chart:
-    names = list(dict.fromkeys(each.name for case in cases for each in case.contenders))
-    values = {name: [_of(records, case, name, _speed) for case in cases] for name in names}
-    return Chart("Decoded tokens per second (higher is better)", [case.name for case in cases], values)
+    """Returns the decoding speeds of hfq's two formats over that of the last contender."""
+    groups = [case.name for case in cases]
+    values = {each.name: [_ratio(case, each.name, records, _speed) for case in cases] for each in HFQ}
+    title = "Decoding speed over that of llama.cpp (higher is better)"
+    return Chart(title, groups, values, scale="log")

@@ -77,7 +77,8 @@ class Chart:
         axes.set_yscale(self.scale)
         axes.set_ylabel(_quantity(self.title), fontsize=8)
         axes.set_title(self.title, fontsize=10)
-        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        if series:
+            figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the chart as JSON-ready data."""
