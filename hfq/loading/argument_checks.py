@@ -12,6 +12,7 @@ import torch
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
 from hfq.checkpoint.index import split_gguf_path
+from hfq.checkpoint.loadable import open_loadable
 from hfq.errors import CheckpointError, PlacementError, SetupError, nearest, raise_first
 from hfq.loading.context import load_context
 from hfq.placement.accelerators import list_accelerators
@@ -190,42 +191,8 @@ def open_local(path: Any, kwargs: Mapping[str, Any], gguf_file: str | None = Non
         return None
     if not load_context().stops_at_meta_model:
         check_has_weights(folder)
-    checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"), gguf_file=gguf_file)
-    _check_index(checkpoint)
-    if not checkpoint.config and kwargs.get("config") is None and checkpoint.gguf is None:
-        found = sorted(entry.name for entry in folder.iterdir())[:12]
-        if "config.json" in found:
-            raise CheckpointError(
-                "The checkpoint's config.json is empty.",
-                file=folder / "config.json",
-                expected="the config of a model",
-                found="{}",
-                fix="Download this file again.",
-            )
-        raise CheckpointError(
-            "The checkpoint has no config.json.",
-            file=folder,
-            expected="config.json next to the weights",
-            found=", ".join(found) + "." + nearest("config.json", found),
-            fix="Download config.json of this model into the folder.",
-        )
-    return checkpoint
-
-
-def _check_index(checkpoint: Checkpoint) -> None:
-    """Checks that the index has `metadata`.
-
-    transformers 5.17 to 5.23 read it without a check (`utils/hub.py`).
-    """
-    index = checkpoint.side_file("model.safetensors.index.json") if len(checkpoint.headers) > 1 else None
-    if index is not None and not isinstance(index.get("metadata"), dict):
-        raise CheckpointError(
-            "The index of the checkpoint has no metadata, which transformers requires.",
-            expected='"metadata": {}',
-            file=Path(checkpoint.root) / "model.safetensors.index.json",
-            found=repr(index.get("metadata"))[:80],
-            fix='Add "metadata": {} to the index, next to weight_map.',
-        )
+    needs_config = kwargs.get("config") is None
+    return open_loadable(folder, kwargs.get("variant"), gguf_file, needs_config=needs_config)
 
 
 def _looks_local(text: str) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.declared_config import declared_config
 from hfq.errors import FormatError
 
 __all__ = [
     "SIDE_FILES",
     "as_source",
     "check_floats",
-    "declared_config",
     "detection_hints",
     "halves_experts",
     "is_declared",
@@ -119,23 +119,6 @@ def halves_experts(hints: Mapping) -> bool:
 def is_declared(checkpoint: Checkpoint) -> bool:
     """Returns True if config.json itself names a quantization."""
     return declared_config(checkpoint.config) is not None
-
-
-def declared_config(config: Mapping) -> object:
-    """Returns the quantization config in the contents of a config.json, or None.
-
-    Args:
-        config: The contents. A config of a part, such as `text_config`, may hold it.
-    """
-    texts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
-    found = next(
-        (text["quantization_config"] for text in texts if text.get("quantization_config") is not None),
-        None,
-    )
-    own = config.get("quantization")  # mlx-lm's; its copy is quantization_config, and neither names a method
-    if isinstance(own, Mapping) and "bits" in own and found in (None, own):
-        return {"quant_method": "mlx", **own}
-    return found
 
 
 def check_floats(checkpoint: Checkpoint, outcome: str) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.declared_config import declared_config
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
-from hfq.formats.configs.source_config import declared_config, detection_hints, source_config
+from hfq.formats.configs.source_config import detection_hints, source_config
 from hfq.formats.detection.detect import UnquantizedError, detect_formats, tensors_by_module
 from hfq.integrations.hub.find import find_checkpoint
 from hfq.integrations.transformers.load_lock import one_load
