@@ -26,6 +26,7 @@ __all__ = [
     "Checkpoint",
     "check_inside",
     "parse_json",
+    "read_json",
     "split_gguf_path",
     "weight_map_of",
 ]
@@ -115,7 +116,7 @@ class Checkpoint:
                 raise _no_weights(root)
             return cls._from_gguf(root, file, limits)
         _check_contained(root, index)
-        weight_map = weight_map_of(_read_json(index), index)
+        weight_map = weight_map_of(read_json(index), index)
         files = [root / name for name in sorted(set(weight_map.values()))]
         for file in files:
             _check_exists(root, file)
@@ -211,7 +212,7 @@ class Checkpoint:
         if not os.path.lexists(path):
             return None
         _check_contained(Path(self.root), path)
-        return _read_json(path)
+        return read_json(path)
 
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` entries of all files, except those that differ between files."""
@@ -251,7 +252,7 @@ def _weights_files(root: Path, variant: str | None) -> tuple[Path | None, Path]:
     if not os.path.lexists(config):
         return single, index
     _check_contained(root, config)
-    named = _read_json(config).get("transformers_weights")
+    named = read_json(config).get("transformers_weights")
     if named is None:
         return single, index
     if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
@@ -277,7 +278,12 @@ def _no_weights(root: Path) -> CheckpointError:
     )
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """Reads the JSON object of a file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or holds no JSON object.
+    """
     try:
         return parse_json(read_small_file(path, JSON_LIMIT), path)
     except OSError as error:

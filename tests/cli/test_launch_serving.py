@@ -9,11 +9,12 @@ import sys
 import pytest
 import typer
 
+from hfq.checkpoint.headers_only import MARKER
 from hfq.cli.launch import load_options, serving
 from hfq.cli.main import main
 from hfq.errors import CheckpointError
 from hfq.integrations.hub import download
-from tests.support import tiny_models
+from tests.support import model_copies, tiny_models
 
 PROGRAM = """
 import contextlib, http.client, http.server, json, os, sys, urllib.request
@@ -57,6 +58,7 @@ def transformers(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "damaged"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
 
 
 def run(*arguments):
@@ -171,6 +173,84 @@ def test_chat_without_a_chat_template_is_an_error_before_anything_starts(capfd, 
     assert "Fix: Add the chat_template.jinja of the model, or complete texts with hfq serve" in error
     assert "loading" not in error
     assert run("serve", str(model)) == 0  # it also completes texts
+
+
+def cut_a_shard(folder, shards):
+    with open(shards[-1], "r+b") as file:
+        file.truncate(shards[-1].stat().st_size - 8)
+
+
+def remove_a_shard(folder, shards):
+    shards[-1].unlink()
+
+
+def flip_a_header(folder, shards):
+    content = bytearray(shards[-1].read_bytes())
+    content[20] ^= 0x80
+    shards[-1].write_bytes(content)
+
+
+def remove_an_index_entry(folder, shards):
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    file.write_text(json.dumps(index))
+
+
+def remove_the_metadata(folder, shards):
+    file = folder / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": json.loads(file.read_text())["weight_map"]}))
+
+
+def mark_as_headers_only(folder, shards):
+    (folder / MARKER).touch()
+
+
+DAMAGE = {
+    cut_a_shard: "it is truncated by 8 bytes",
+    remove_a_shard: "is missing",
+    flip_a_header: "its header is not valid JSON",
+    remove_an_index_entry: "model.norm.weight: the index says nothing",
+    remove_the_metadata: "has no metadata",
+    mark_as_headers_only: "headers without weights",
+}
+"""{damage: text of its error}."""
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve"])
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.items())
+def test_a_damaged_checkpoint_is_an_error_before_anything_starts(capfd, tmp_path, damage, message, verb):
+    folder = model_copies.copy_model("gptq", tmp_path)
+    damage(folder, model_copies.shard_model(folder))
+    assert run(verb, str(folder)) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("CheckpointError: ")
+    assert message in error
+    assert "\nFix: " in error
+    assert "loading" not in error
+
+
+def test_a_gguf_file_that_is_no_gguf_file_is_an_error_before_anything_starts(capfd, tmp_path):
+    (tmp_path / "folder" / "q4.gguf").write_bytes(b"nope" * 8)
+    assert run("serve", "folder/q4.gguf") == 1
+    printed = capfd.readouterr()
+    assert printed.err.startswith("CheckpointError: ")
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_config.json"])
+def test_folders_that_plain_transformers_reads_are_left_to_it(capfd, tmp_path, name):
+    (tmp_path / "folder" / name).write_bytes(b"{}")
+    if name == "adapter_config.json":
+        (tmp_path / "folder" / "config.json").unlink()
+    assert run("serve", "folder") == 0
+    assert capfd.readouterr().out == "loading folder 1\n"
+
+
+def test_a_float_model_that_hfq_would_quantize_is_checked(capfd, monkeypatch):
+    monkeypatch.setattr(load_options, "_resolved_elsewhere", json.dumps)
+    assert run("serve", "--quantize-weights", "fp8", "folder") == 1
+    assert "The folder holds no checkpoint." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
@@ -58,7 +59,7 @@ def serve(ctx: typer.Context, model: Served, arguments: ServeArguments = None, *
     Options of hfq come before the model, and those of transformers serve after it.
     """
     _check_arguments(ctx, arguments or ())
-    _check_model(model)
+    _check_model(model, options)
     _check_packages()
     raise typer.Exit(run_enabled([*_TRANSFORMERS, "serve", model, *(arguments or ())], options))
 
@@ -70,7 +71,7 @@ def chat(ctx: typer.Context, model: Served, arguments: ChatArguments = None, *, 
     Options of hfq come before the model, and arguments of transformers chat after it.
     """
     _check_arguments(ctx, arguments or ())
-    _check_model(model)
+    _check_model(model, options)
     _check_packages()
     _check_chat_template(model)
     with _server(model, options) as url:
@@ -120,15 +121,52 @@ def _check_arguments(ctx: typer.Context, arguments: Sequence[str]) -> None:
         )
 
 
-def _check_model(model: str) -> None:
-    """Raises an error for a model that is neither at this path nor on the Hub.
+def _check_model(model: str, options: str) -> None:
+    """Raises an error for a model that is damaged, or neither at this path nor on the Hub.
 
     transformers also loads models without an organization, such as gpt2; of these, the Hub is asked.
     """
+    from hfq.checkpoint.index import split_gguf_path
     from hfq.integrations.hub.download import has_legacy_model
 
-    if not has_legacy_model(model):
-        check_path(model)
+    if has_legacy_model(model):
+        return
+    check_path(model)
+    folder, gguf_file = split_gguf_path(model)
+    if os.path.lexists(folder):
+        _check_files(Path(folder), gguf_file, options)
+
+
+def _check_files(folder: Path, gguf_file: str | None, options: str) -> None:
+    """Raises the error that the load of these files would raise in the server."""
+    from hfq.checkpoint.headers_only import check_has_weights
+    from hfq.checkpoint.loadable import open_loadable
+
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        return
+    try:
+        check_has_weights(folder)
+        open_loadable(folder, gguf_file=gguf_file)
+    except CheckpointError:
+        if gguf_file is not None or _is_for_hfq(folder, options):
+            raise
+
+
+def _is_for_hfq(folder: Path, options: str) -> bool:
+    """Returns False for a float model, which plain transformers loads.
+
+    It also reads files that hfq does not, such as pickles.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+    """
+    from hfq.checkpoint.declared_config import declared_config
+    from hfq.checkpoint.index import read_json
+
+    file = folder / "config.json"
+    config = read_json(file) if file.exists() else {}
+    quantizes = json.loads(options or "{}").get("quantize_weights") is not None
+    return not config or declared_config(config) is not None or quantizes
 
 
 def _check_packages() -> None:
