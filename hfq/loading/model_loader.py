@@ -45,8 +45,8 @@ from hfq.loading.reported_device import report_device, report_dtype
 from hfq.loading.saving import like_source, stored_state
 from hfq.loading.state import LoadState
 from hfq.loading.validation import (
+    check_expert_cache,
     check_experts_implementation,
-    check_host_memory,
     check_initialized,
     check_merged,
     check_not_converted,
@@ -64,6 +64,7 @@ from hfq.modules.output_head import replace_head
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.experts.expert_cache import default_limits
+from hfq.offload.experts.expert_reader import gather_experts
 from hfq.offload.guards import InputMover, WriteGuard, check_parts
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.stored_layers import use_stored
@@ -354,11 +355,10 @@ class ModelLoader(LoadState):
     def _cache_limits(self, experts: Sequence[QuantizedModule]) -> dict[torch.device | None, int]:
         """Returns the bytes of the expert cache on each device."""
         asked, devices = self.config.expert_cache_nbytes, [module.compute_device for module in experts]
+        if self.main == "cpu" and experts:
+            routed = routed_experts(self.model)
+            check_expert_cache(asked or 0, gather_experts(experts), routed, self.read_report.mapped)
         if asked is not None:
-            nbytes = sum(info.nbytes for module in experts for info in module.infos.values())
-            if self.main == "cpu":
-                fix = "Pass a smaller HfqConfig(expert_cache_size=...)."
-                check_host_memory("the expert cache", min(asked, nbytes), self.read_report.mapped, fix)
             return dict.fromkeys(devices, asked)
         if self.budget is not None:
             return {device: self.budget.expert_caches.get(str(device), 0) for device in devices}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,9 +16,12 @@ from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.loading.context import opened_checkpoint
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.experts.expert_cache import cache_nbytes
+from hfq.offload.experts.expert_reader import Expert
 
 __all__ = [
     "check_bias",
+    "check_expert_cache",
     "check_host_memory",
     "check_experts_implementation",
     "check_initialized",
@@ -221,3 +224,25 @@ def check_host_memory(what: str, nbytes: int, mapped: int, fix: str) -> None:
         f"{available:,}",
         fix,
     )
+
+
+def check_expert_cache(asked: int, experts: Sequence[Expert], routed: int, mapped: int) -> None:
+    """Checks that this process can use the memory of an expert cache on the host.
+
+    Args:
+        asked: Size that the cache was given, in bytes; 0 for the default size, of which the least counts.
+        experts: The offloaded experts.
+        routed: Number of experts that a token is routed to.
+        mapped: Bytes of mapped weights.
+
+    Raises:
+        PlacementError: There is less memory than the cache takes.
+    """
+    least, nbytes = (cache_nbytes(size, experts, routed) for size in (0, asked))
+    fix = "Pass a smaller HfqConfig(expert_cache_size=...)."
+    if nbytes == least:
+        fix = (
+            "Free memory, or raise the limit of the control group. The cache holds at least the experts "
+            "that a token is routed to in two layers."
+        )
+    check_host_memory("the expert cache", nbytes, mapped, fix)

@@ -10,6 +10,7 @@ from accelerate.utils import get_max_memory
 from hfq.errors import PlacementError
 from hfq.loading import automatic_map, read_weights, validation
 from hfq.loading.validation import check_host_memory
+from hfq.offload.experts import expert_cache
 from tests.support import moe_models, tiny_models
 from tests.support.models import load
 
@@ -79,16 +80,43 @@ def test_a_load_that_maps_more_than_there_is_says_so(leave, caplog, tmp_path):
     assert "of mapped weights exceed the 1,000 B" in caplog.text
 
 
+EXPERTS_ON_DISK = {
+    "": "cpu",
+    "model.layers.0.mlp.experts": "disk",
+    "model.layers.1.mlp.experts": "disk",
+}
+
+
+def cache_of(model):
+    """Returns the bytes of a model's expert cache."""
+    return model.hf_quantizer.loading.offloader.experts.budget
+
+
 def test_an_expert_cache_that_exceeds_the_memory_raises(leave, moe, caplog):
-    disk = {"": "cpu", "model.layers.0.mlp.experts": "disk", "model.layers.1.mlp.experts": "disk"}
-    load(moe, disk, expert_cache_size="120KB")
+    nbytes = cache_of(load(moe, EXPERTS_ON_DISK, expert_cache_size="150KB"))
+    smaller = cache_of(load(moe, EXPERTS_ON_DISK, expert_cache_size="120KB"))
+    assert smaller < nbytes <= 150_000
     assert caplog.text == ""
-    leave(70_000)
+    leave(nbytes - 1)
     with pytest.raises(PlacementError, match="enough memory for the expert cache") as refused:
-        load(moe, disk, expert_cache_size="120KB")
+        load(moe, EXPERTS_ON_DISK, expert_cache_size="150KB")
+    assert refused.value.expected == f"{nbytes:,} free bytes"
     assert "expert_cache_size" in refused.value.fix
-    load(moe, disk, expert_cache_size="60KB")
-    assert "60,000 B for the expert cache exceed the 70,000 B" in caplog.text
+    load(moe, EXPERTS_ON_DISK, expert_cache_size="120KB")
+    assert f"{smaller:,} B for the expert cache exceed the {nbytes - 1:,} B" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, 1, "40KB", None])
+def test_the_least_expert_cache_that_exceeds_the_memory_raises(leave, moe, monkeypatch, size):
+    monkeypatch.setattr(expert_cache, "available_memory", lambda: 1000)  # the default is a share of it
+    least = cache_of(load(moe, EXPERTS_ON_DISK, expert_cache_size=size))
+    leave(least)
+    load(moe, EXPERTS_ON_DISK, expert_cache_size=size)
+    leave(least - 1)
+    with pytest.raises(PlacementError, match="enough memory for the expert cache") as refused:
+        load(moe, EXPERTS_ON_DISK, expert_cache_size=size)
+    assert refused.value.expected == f"{least:,} free bytes"
+    assert refused.value.fix.startswith("Free memory, or raise the limit of the control group.")
 
 
 def test_automatic_limits_are_those_of_the_control_group(leave):

@@ -23,7 +23,7 @@ from hfq.offload.experts.places import Held, Lease, Places
 from hfq.offload.reader_threads import Pool
 from hfq.placement.budget import layers_onloaded
 
-__all__ = ["ExpertCache", "count_places", "default_limits"]
+__all__ = ["ExpertCache", "cache_nbytes", "count_places", "default_limits"]
 
 logger = logging.getLogger("hfq")
 
@@ -321,19 +321,31 @@ def count_places(limit: int, experts: Sequence[Expert], routed: int) -> int:
         experts: The offloaded experts of the device.
         routed: The number of experts that a token is routed to.
     """
-    size = max(place_nbytes(experts), 1)
-    layers = layers_onloaded(experts[0].device.type) if experts else 1
-    count = min(len(experts), max(limit // size, layers * routed))
+    count, size = _count(limit, experts, routed)
     if 0 < limit < count * size:
+        is_read_ahead = bool(experts) and layers_onloaded(experts[0].device.type) > 1
         logger.warning(
             "hfq: the expert cache of %s B is smaller than the %d experts that a token is routed to%s; "
             "it takes %s B",
             f"{limit:,}",
             count,
-            " in two layers, of which one computes while the next is read" if layers > 1 else "",
+            " in two layers, of which one computes while the next is read" if is_read_ahead else "",
             f"{count * size:,}",
         )
     return count
+
+
+def cache_nbytes(limit: int, experts: Sequence[Expert], routed: int) -> int:
+    """Returns the bytes that the cache of a device takes: those of the places of `count_places`."""
+    count, size = _count(limit, experts, routed)
+    return count * size
+
+
+def _count(limit: int, experts: Sequence[Expert], routed: int) -> tuple[int, int]:
+    """Returns the number of places, and the bytes of each."""
+    size = place_nbytes(experts)
+    layers = layers_onloaded(experts[0].device.type) if experts else 1
+    return min(len(experts), max(limit // max(size, 1), layers * routed)), size
 
 
 def default_limits(devices: Iterable[torch.device], context_nbytes: int) -> dict[torch.device | None, int]:

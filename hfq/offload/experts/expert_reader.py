@@ -64,7 +64,7 @@ class Expert:
         """The stored tensors."""
         return [info for module in self.modules for info in module.infos.values()]
 
-    @property
+    @functools.cached_property
     def place_nbytes(self) -> int:
         """The bytes that the expert needs on its device, a multiple of 4096."""
         return layout_nbytes(self.infos, self.device.type == "cpu", EXPERT_GAP_NBYTES)
