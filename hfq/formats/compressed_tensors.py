@@ -157,6 +157,7 @@ class PackQuantized(PackShards, PackOrder):
                 "pack-quantized-w4-asym",
                 "pack-quantized-w3-channel",
                 "pack-quantized-w8",
+                "pack-quantized-w8-asym",
                 "pack-quantized-w3-words",
                 "pack-quantized-g-idx",
             ),

@@ -225,6 +225,11 @@ CASES = [
         integers("pack-quantized", "channel", 8),
     ),
     Case(
+        "pack-quantized-w8-asym",
+        PackQuantized(num_bits=8, scale_shape=(1, 4), is_symmetric=False),
+        integers("pack-quantized", "group", 8, symmetric=False),
+    ),
+    Case(
         "pack-quantized-g-idx",
         PackQuantized(num_bits=4, scale_shape=(1, 2), is_symmetric=False, has_g_idx=True),
         integers("pack-quantized", "group", 4, symmetric=False, actorder="group"),

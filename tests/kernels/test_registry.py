@@ -10,6 +10,7 @@ from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
+from hfq.formats.mlx.affine import Mlx
 from hfq.kernels import reference
 from hfq.kernels.cpu import panels
 from hfq.kernels.registry import KERNELS, check_kernel, choose_kernel, explain_kernels
@@ -74,7 +75,7 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
     "weight_format",
     [
         PackQuantized(3, scale_shape=(8, 1), width=4),
-        PackQuantized(8, scale_shape=(8, 1), width=9, is_symmetric=False),
+        Mlx(6, 32),
         PackQuantized(4, scale_shape=(8, 4)),
         Awq(num_bits=3),
         Awq("gemv_fast", group_size=12),
@@ -83,7 +84,7 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
     ],
     ids=[
         "3 bits",
-        "packed zero points of 8 bits",
+        "mlx of 6 bits",
         "groups of odd size",
         "awq of 3 bits",
         "gemv_fast of odd groups",

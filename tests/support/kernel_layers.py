@@ -147,11 +147,20 @@ CASES = {
         78, 5, 3, bits=8, is_symmetric=False, zero_dtype="I8"
     ),
     "pack-quantized w8 act-order": packed(352, 37, 11, bits=8, has_g_idx=True, scatter=True),
+    "pack-quantized w8 g32 asym": packed(352, 37, 11, bits=8, is_symmetric=False),
+    "pack-quantized w8 groups of 26 asym": packed(78, 5, 3, bits=8, is_symmetric=False),
+    "pack-quantized w8 channel asym, 301 inputs": packed(301, 37, 1, bits=8, is_symmetric=False),
+    "pack-quantized w8 act-order asym": packed(
+        352, 37, 11, bits=8, has_g_idx=True, is_symmetric=False, scatter=True
+    ),
     "gpt-oss": Case(GptOssMxfp4(), 352, 37),
     "nvfp4": Case(Nvfp4(), 336, 37),
     "nvfp4 modelopt": Case(Nvfp4(stored_codes_name="weight", group_size=32), 352, 37),
     "mlx g32": Case(Mlx(4, 32), 352, 37),
     "mlx g64, bf16 scales": Case(Mlx(4, 64), 320, 37, dtype=torch.bfloat16),
+    "mlx w8 g32": Case(Mlx(8, 32), 352, 37),
+    "mlx w8 g64, bf16 scales": Case(Mlx(8, 64), 320, 37, dtype=torch.bfloat16),
+    "mlx w8 groups of 44": Case(Mlx(8, 44), 352, 5),
     "mxfp4 of mlx": Case(MlxFp4(), 352, 37),
     "nvfp4 of mlx": Case(MlxFp4(mode="nvfp4"), 336, 37),
     "mxfp8 of mlx": Case(MlxFp8(), 352, 37),

@@ -26,10 +26,12 @@ __all__ = [
     "NESTED",
     "NIBBLES",
     "NONE",
+    "OUTPUT_BYTES",
     "OUTPUT_WORDS",
     "PRODUCT",
     "QUADS",
     "SCALES",
+    "UINT8",
     "ZERO_READINGS",
     "CppLayer",
     "LayerPattern",
@@ -43,7 +45,7 @@ SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn
 """Dtypes of scales that the C++ library reads: values of `Dtype` in src/layer.h."""
 
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
-E4M3, E5M2, NIBBLES, INT8, QUADS, BLOCKS, BIASED, GPTQ, AWQ = range(9)
+E4M3, E5M2, NIBBLES, INT8, QUADS, BLOCKS, BIASED, UINT8, GPTQ, AWQ = range(10)
 PRODUCT = struct.Struct("=7q")
 """The struct `Product` of src/kernels.cpp.
 
@@ -51,7 +53,7 @@ Fields: the addresses of the layer and of the activations, dtype, rows, stride, 
 the number of threads.
 """
 
-NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED = range(5)
+NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED, OUTPUT_BYTES = range(6)
 
 
 class CppLayer(ctypes.Structure):

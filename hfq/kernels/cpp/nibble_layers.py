@@ -33,9 +33,11 @@ from hfq.kernels.cpp.layer_struct import (
     NESTED,
     NIBBLES,
     NONE,
+    OUTPUT_BYTES,
     OUTPUT_WORDS,
     QUADS,
     SCALES,
+    UINT8,
     CppLayer,
 )
 
@@ -97,14 +99,14 @@ def fp4(
 
 
 def _against_mlx(weight_format: Mlx, in_features: int) -> str | None:
-    return None if weight_format.num_bits == 4 else "it reads 4-bit codes of mlx affine only"
+    return None if weight_format.num_bits in (4, 8) else "it reads 4-bit and 8-bit codes of mlx affine only"
 
 
 @reads(Mlx, refuses=_against_mlx)
 def mlx_affine(
     weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> CppLayer:
-    """Describes a layer of MLX's affine 4-bit codes: a float is added to code times scale."""
+    """Describes a layer of MLX's affine codes: a float is added to code times scale."""
     codes = tensors["weight"]
     scales = tensors["scales"]
     biases = tensors[weight_format.biases_name]
@@ -115,8 +117,8 @@ def mlx_affine(
         zeros=biases.data_ptr(),
         in_features=in_features,
         out_features=out_features,
-        kind=NIBBLES,
-        bits=4,
+        kind=NIBBLES if weight_format.num_bits == 4 else UINT8,
+        bits=weight_format.num_bits,
         block_out=1,
         block_in=weight_format.group_size,
         scale_stride=scales.shape[1],
@@ -132,8 +134,7 @@ def mlx_affine(
 def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
     """Returns why the C++ library cannot multiply by such a layer, or None."""
     if weight_format.num_bits == 8:
-        is_packed = not weight_format.is_symmetric and weight_format.zero_dtype == "I32"
-        return "it reads no packed zero points of 8 bits" if is_packed else None
+        return None
     if weight_format.num_bits != 4:
         return "it reads 4-bit and 8-bit codes of pack-quantized only"
     groups = weight_format.scale_shape[1] if len(weight_format.scale_shape) == 2 else 1
@@ -151,7 +152,8 @@ def pack_quantized(
     index = tensors["weight_g_idx"] if weight_format.has_g_idx else None
     groups = scale.shape[1] if scale.dim() == 2 else 1
     is_shared = scale.numel() == 1 and out_features > 1
-    row_zeros = NONE if zero is None else OUTPUT_WORDS if weight_format.zero_dtype == "I32" else BYTES
+    packed_zeros = OUTPUT_BYTES if weight_format.num_bits == 8 else OUTPUT_WORDS
+    row_zeros = NONE if zero is None else packed_zeros if weight_format.zero_dtype == "I32" else BYTES
     integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
     of_codes: dict = {
         "kind": NIBBLES,

@@ -16,8 +16,9 @@ enum Kind {
     QUADS = 4,    // AWQ's gemv_fast: four rows share each 16-bit word
     BLOCKS = 5,   // rows of ggml's blocks, which hold their scales
     BIASED = 6,   // rows of bytes, 128 above their signed values
-    GPTQ = 7,     // columns: bit-packed along the input channels
-    AWQ = 8,      // columns: words of eight columns for each input channel
+    UINT8 = 7,    // rows of unsigned bytes, whose zero points are ADDED
+    GPTQ = 8,     // columns: bit-packed along the input channels
+    AWQ = 9,      // columns: words of eight columns for each input channel
 };
 // Types of blocks, as ggml numbers them.
 enum BlockType {
@@ -56,13 +57,14 @@ enum RowZeros {
     OUTPUT_WORDS = 2,  // nibbles along the outputs, minus 8: words [outputs / 8, groups]
     BYTES = 3,         // signed bytes in the layout of the scales
     ADDED = 4,         // floats in the layout of the scales, added to the products
+    OUTPUT_BYTES = 5,  // bytes along the outputs, minus 128: words [outputs / 4, groups]
 };
 
 // One quantized layer; hfq/kernels/cpp/layers.py sets the fields.
 //
 // Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale. The place of scale and zero is
 // n / block_out * scale_stride + g * scale_step. The group g is index[k], or k / block_in without an index.
-// QUADS: W[n, k] = code * scale + zero.
+// QUADS and UINT8: W[n, k] = code * scale + zero.
 // BLOCKS: see ggml_blocks.h. From row `order_start` on, the file has rows as [outer, order_first,
 // order_second, order_inner], and the layer as [outer, order_second, order_first, order_inner].
 // E4M3_SCALED: scales are E4M3 codes, multiplied or divided by `shared`.
@@ -94,7 +96,7 @@ struct Layer {
     int64_t order_first;        // BLOCKS: sizes of the stored order of the other rows
     int64_t order_second;       // BLOCKS: the same
     int64_t order_inner;        // BLOCKS: the same; 0 if all rows are in order
-    float shared;               // factor of bytes or E4M3_SCALED scales; added to NESTED scales
+    float shared;               // factor of INT8, BIASED, or E4M3_SCALED scales; added to NESTED scales
     float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 if zero points
     int32_t kind;               // Kind
     int32_t bits;               // bits per code; of columns only
@@ -258,6 +260,11 @@ HFQ_INLINE float integer_value(uint8_t code, int kind) {
     return (float)(int8_t)(kind == BIASED ? code ^ 0x80 : code);
 }
 
+// True if zero points are added to the products of codes and scales.
+HFQ_INLINE bool adds_zeros(int kind, const Layer &layer) {
+    return kind == QUADS || kind == UINT8 || (kind == NIBBLES && layer.row_zeros == ADDED);
+}
+
 HFQ_INLINE float code_value(uint8_t code, int kind) {
     if (kind == E5M2) return half_to_float((uint16_t)(code << 8));
     uint32_t rest = code & 0x7F;
@@ -299,6 +306,8 @@ HFQ_INLINE float row_zero(const Layer &layer, int64_t n, int64_t group) {
         case OUTPUT_WORDS:
             return (float)(load32(layer.zeros + 4 * (n / 8 * layer.groups + group)) >> n % 8 * 4 & 15) - 8.0f;
         case BYTES: return (float)(int8_t)layer.zeros[scale_place(layer, n, group)];
+        case OUTPUT_BYTES:
+            return (float)(uint8_t)layer.zeros[4 * (n / 4 * layer.groups + group) + n % 4] - 128.0f;
         case ADDED: return float_at(layer.zeros, layer.zero_dtype, scale_place(layer, n, group));
     }
     return 0;

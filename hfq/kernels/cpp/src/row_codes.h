@@ -86,8 +86,9 @@ static HFQ_INLINE void decode_two(const char *row, int64_t k, const Codes &codes
         low = from_int8(p), high = from_int8(p + W);
         return;
     }
-    if constexpr (KIND == BIASED) {
-        low = to_float(from_bytes(p)) - 128.0f, high = to_float(from_bytes(p + W)) - 128.0f;
+    if constexpr (KIND == BIASED || KIND == UINT8) {
+        const float bias = KIND == BIASED ? 128.0f : 0.0f;
+        low = to_float(from_bytes(p)) - bias, high = to_float(from_bytes(p + W)) - bias;
         return;
     }
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
@@ -107,6 +108,7 @@ template <int KIND> static float decode_one(const char *row, int64_t k, const Co
     if (KIND == NIBBLES) return codes.values[(uint8_t)*p >> (4 * (k % 2) ^ codes.first) & 15];
     if (KIND == QUADS) return (float)(load16(p + 2 * (k % 8)) >> 4 * (k % 32 / 8) & 15);
     if (is_integer(KIND)) return integer_value((uint8_t)*p, KIND);
+    if (KIND == UINT8) return (float)(uint8_t)*p;
     return code_value((uint8_t)*p, KIND);
 }
 
@@ -126,7 +128,7 @@ static bool has_nan(const char *codes, int64_t count) {
 
 // One weight, or W weights, bit-identical to the reference kernel's.
 template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V value, V scale, V zero) {
-    if (KIND == QUADS || (KIND == NIBBLES && layer.row_zeros == ADDED)) return value * scale + zero;
+    if (adds_zeros(KIND, layer)) return value * scale + zero;
     if (is_integer(KIND)) return (value - zero) * scale * layer.shared;
     if (KIND == NIBBLES) return (value - zero) * scale;
     return layer.divides ? value / scale : value * scale;
@@ -200,7 +202,7 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
     const char *row = codes_of<KIND>(layer, n);
     int64_t size = layer.in_features, first = scale_place(layer, n, 0);
     const char *scales = layer.scales + 4 * first;  // float32, contiguous
-    const bool adds = KIND == NIBBLES && layer.row_zeros == ADDED;
+    const bool adds = adds_zeros(KIND, layer);
     vf total = all(0.0f);
     vub worst = {};
     for (int64_t at = 0, stop, segment = 0; at < size; at = stop, segment++) {

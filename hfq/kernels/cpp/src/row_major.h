@@ -234,6 +234,7 @@ static void rows_part(const void *context, int64_t part, float *scratch) {
         case E5M2: return rows_of<E5M2>(args, n, count, scratch);
         case INT8: return rows_of<INT8>(args, n, count, scratch);
         case BIASED: return rows_of<BIASED>(args, n, count, scratch);
+        case UINT8: return rows_of<UINT8>(args, n, count, scratch);
         case QUADS: return rows_of<QUADS>(args, n, count, scratch);
         case BLOCKS: return block_reader(*args.layer).multiply(args, n, count, scratch);
         default: return rows_of<NIBBLES>(args, n, count, scratch);
@@ -247,6 +248,7 @@ static DecodeRow row_decoder(const Layer &layer) {
         case E5M2: return decode_row<E5M2>;
         case INT8: return decode_row<INT8>;
         case BIASED: return decode_row<BIASED>;
+        case UINT8: return decode_row<UINT8>;
         case QUADS: return decode_row<QUADS>;
         case BLOCKS: return decode_row<BLOCKS>;
         default: return decode_row<NIBBLES>;
