@@ -4,6 +4,7 @@ thread left behind.
 
 import errno
 import hashlib
+import itertools
 import mmap
 import os
 import signal
@@ -143,12 +144,16 @@ def test_short_reads_are_continued(checkpoint, threads, monkeypatch):
 
 def test_the_first_error_ends_all_threads(checkpoint, monkeypatch):
     monkeypatch.setattr(read_plan, "_MOST_BYTES", 4096)
-    whole, calls = os.preadv, []
+    whole, lock, callers = os.preadv, threading.Lock(), []
 
     def failing(fd, buffers, offset):
-        calls.append(offset)
-        if len(calls) == 10:
+        with lock:
+            callers.append(threading.current_thread())
+            number = len(callers)
+        if number == 10:
             raise OSError(errno.EIO, "Input/output error")
+        if number > 10:
+            callers[9].join(30)  # then its error is noted
         return whole(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", failing)
@@ -156,7 +161,7 @@ def test_the_first_error_ends_all_threads(checkpoint, monkeypatch):
     with refused("Input/output error", "cannot be read any more"):
         read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
     assert no_threads()
-    assert 10 <= len(calls) <= 10 + 4
+    assert 10 <= len(callers) <= 10 + 3
     assert len(plan.requests[arena_of(plan)]) > 100
 
 
@@ -184,21 +189,31 @@ def test_an_error_of_the_progress_callback_is_raised(checkpoint):
 
 def test_an_interrupt_ends_all_threads(checkpoint, monkeypatch):
     monkeypatch.setattr(read_plan, "_MOST_BYTES", 4096)
-    whole, calls, main = os.preadv, [], threading.main_thread().ident
+    whole, calls, main = os.preadv, itertools.count(1), threading.main_thread().ident
+    is_raised = threading.Event()
+
+    def interrupt(*_):
+        is_raised.set()
+        raise KeyboardInterrupt
 
     def interrupting(fd, buffers, offset):
-        calls.append(offset)
-        if len(calls) == 5:
+        number = next(calls)
+        if number == 5:
             signal.pthread_kill(main, signal.SIGINT)
+        if number >= 5:
+            is_raised.wait(30)
         threading.Event().wait(0.002)
         return whole(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", interrupting)
-    plan = planned(checkpoint)
-    with pytest.raises(KeyboardInterrupt):
-        read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
+    plan, handler = planned(checkpoint), signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read_into_buffer(plan, arena_of(plan), memory(plan), Reader(checkpoint), 4)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert no_threads()
-    assert len(calls) < len(plan.requests[arena_of(plan)])
+    assert next(calls) <= len(plan.requests[arena_of(plan)])
 
 
 def test_two_threads_are_at_work_at_once(checkpoint, monkeypatch):
