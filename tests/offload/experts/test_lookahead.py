@@ -92,11 +92,12 @@ def test_a_guess_that_is_needed_waits_behind_no_other_one(guessing):
     experts.offloader.source.read = read
     hold_reader(experts, leave)
     experts.use(0, ahead=[3, 4, 5])
+    pool, is_asked = experts.offloader.pool, threading.Event()
+    submit_all = pool.submit_all
+    pool.submit_all = lambda *arguments: (submit_all(*arguments), is_asked.set())
     asking = threading.Thread(target=lambda: experts.use(5), daemon=True)
-    used = experts.cache.guesses
     asking.start()
-    while used.used == 0:
-        pass
+    assert is_asked.wait(20)
     leave.set()
     asking.join(20)
     finish(experts)
