@@ -204,7 +204,8 @@ def test_threads_keep_no_pool_and_no_job_alive():
     pool, job = Pool(2), Job()
     kept = weakref.ref(job)
     pool.submit(Ticket([job])).wait()
-    pool.submit(Ticket([lambda: None, lambda: None])).wait()
+    meeting = threading.Barrier(2, timeout=TIMEOUT)
+    pool.submit(Ticket([meeting.wait] * 2)).wait()  # so each thread has left the job
     del job
     gc.collect()
     assert kept() is None
