@@ -5,7 +5,6 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfq import HfqConfig
 from tests.support import programs, tiny_models
 from tests.support.models import logits
+from tests.support.zero_launch import free_port
 
 pytestmark = pytest.mark.clients
 
@@ -63,11 +63,9 @@ def launch(*words, verb="launch", status=0, text=None, **variables):
 @contextlib.contextmanager
 def served(model):
     """A context manager with `hfq serve` of a model; yields a connection and its lines about loads."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
-        [sys.executable, "-m", "hfq", "serve", "--device-map", PARTS, str(model), "--port", str(port)],
+        [sys.executable, "-m", "hfq", "serve", "--device-map", PARTS, str(model), "--port", port],
         stderr=subprocess.PIPE,
         text=True,
         env=programs.environment(HF_HUB_OFFLINE="1"),
@@ -78,7 +76,7 @@ def served(model):
             lines.append(line)
             if "Uvicorn running" in line:
                 break
-        yield http.client.HTTPConnection("localhost", port, timeout=60), LOADED.findall("".join(lines))
+        yield http.client.HTTPConnection("localhost", int(port), timeout=60), LOADED.findall("".join(lines))
     finally:
         server.terminate()
         server.stderr.read()

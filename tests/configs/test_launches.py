@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from hfq.placement.zero.memory import ModelStates, ZeroSetup, estimate_zero
 from tests.configs import forked
 from tests.support import compiled_io
+from tests.support.zero_launch import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -29,12 +29,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def variables() -> dict[str, str]:

@@ -18,10 +18,16 @@ WORKER = ROOT / "tests" / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
+_kept: list[socket.socket] = []
+
+
 def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """Returns a port of this machine. Until this process ends, the system gives it to nobody who asks for any."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that sets it, too, may listen
+    kept.bind(("127.0.0.1", 0))
+    _kept.append(kept)
+    return str(kept.getsockname()[1])
 
 
 def environment() -> dict[str, str]:
