@@ -1,14 +1,15 @@
-"""Prints what the refusal of a checkpoint costs: KiB of memory, seconds of CPU, and its first line."""
+"""Prints what the refusal of a checkpoint costs: bytes of memory, seconds of CPU, and its first line."""
 
-import resource
 import sys
+import time
 
 from hfq import CheckpointError
 from hfq.checkpoint import Checkpoint
+from hfq.machine_profile.worker_process import memory
 
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before, started = memory().get("peak_rss", 0), time.process_time()
 try:
     Checkpoint.open(sys.argv[1])
 except CheckpointError as error:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    print(used.ru_maxrss - before, used.ru_utime + used.ru_stime, str(error).splitlines()[0], sep="|")
+    seconds, peak = time.process_time() - started, memory().get("peak_rss", 0)
+    print(peak - before, seconds, str(error).splitlines()[0], sep="|")
