@@ -37,13 +37,17 @@ def started(tmp_path):
     [
         ("behind good; await good; echo on", 0, "good\non\n"),
         ("behind bad; echo on; await bad; echo unreached", 1, "on\nbad\n"),
-        ("behind bad; sleep 0.1; exit 3", 3, "bad\n== bad, behind it, ended with status 1\n"),
+        (
+            "behind bad; while kill -0 ${processes[bad]}; do sleep 0.01; done 2> /dev/null; exit 3",
+            3,
+            "bad\n== bad, behind it, ended with status 1\n",
+        ),
         ("behind slow; false", 1, "== slow, behind it, ended with status 143\n"),
     ],
 )
 def test_what_runs_behind_a_step_is_printed_and_its_failure_is_one(started, steps, status, said):
     with started(steps) as process:
-        assert (process.communicate(timeout=20)[0], process.returncode) == (said, status)
+        assert (process.communicate(timeout=50)[0], process.returncode) == (said, status)
 
 
 # tail prints and stays one process: a shell between its echo and an exec would lose the signal
@@ -52,5 +56,5 @@ def test_an_interruption_ends_what_runs_behind_a_step(started, step):
     with started(f"behind slow; {step}; echo unreached") as process:
         assert process.stdout.readline() == "begun\n"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does; what runs behind has another group
-        said, _ = process.communicate(timeout=20)  # up to the end of all that could still print
+        said, _ = process.communicate(timeout=50)  # up to the end of all that could still print
     assert (said, process.returncode) == ("== slow, behind it, ended with status 143\n", -signal.SIGINT)

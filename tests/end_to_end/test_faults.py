@@ -20,7 +20,7 @@ from tests.support import programs, tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 MODES = ["direct", "buffered"]
-TIMEOUT = 60
+TIMEOUT = 240
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -55,7 +55,7 @@ def test_a_dripping_hub_ends_with_an_error(hub, monkeypatch, part):
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match="cannot fetch the model") as caught, find_checkpoint(NAME):
         pass
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60  # the whole answer takes 5,000 s
     assert "no complete response within" in caught.value.found
     assert caught.value.fix
 

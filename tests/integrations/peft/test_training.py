@@ -138,7 +138,7 @@ def test_pefts_own_preparation_still_casts_models_that_are_not_hfqs():
 
 @pytest.mark.slow
 def test_hfq_does_not_import_peft_and_changes_it_when_it_is_imported():
-    done = programs.run("import_peft_after_hfq", timeout=120)
+    done = programs.run("import_peft_after_hfq")
     assert done.returncode == 0, done.stderr
     assert hasattr(PeftModel.save_pretrained, "__wrapped__")  # the helpers of this file import it before hfq
 
