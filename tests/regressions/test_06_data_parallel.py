@@ -25,19 +25,19 @@ CASES = {
 }
 
 
-def dirty_kib(file):
+def copied_kib(file):
     """Returns the KiB of a mapped file that this process has copied by writing to them."""
     total, is_inside = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if not line.partition(" ")[0].endswith(":"):
             is_inside = line.endswith(str(file))
-        elif is_inside and line.startswith("Private_Dirty"):
+        elif is_inside and line.startswith("Anonymous:"):
             total += int(line.split()[1])
     return total
 
 
 def train(name, device_map, steps=2):
-    """Returns the loss of each step, the sum of the adapters, and the dirty KiB of the checkpoint."""
+    """Returns the loss of each step, the sum of the adapters, and the copied KiB of the checkpoint."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(accelerator.process_index)  # the adapters of rank 0 must reach rank 1
     model = load(tiny_models.DATA / name, device_map)
@@ -54,7 +54,7 @@ def train(name, device_map, steps=2):
         optimizer.zero_grad()
         losses.append(loss.item())
     total = sum(parameter.detach().double().sum().item() for parameter in trained)
-    return losses, total, dirty_kib(tiny_models.DATA / name / "model.safetensors")
+    return losses, total, copied_kib(tiny_models.DATA / name / "model.safetensors")
 
 
 def main(folder):
