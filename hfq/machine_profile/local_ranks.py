@@ -25,10 +25,11 @@ class Ranks:
     """
 
     def __init__(self, module: str, count: int, **options: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         self._stack = contextlib.ExitStack()
+        kept = self._stack.enter_context(socket.socket())  # so no other program gets the port
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0, which sets it, too, may listen
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
         starting = (Worker(module, rank=rank, world=count, port=port, **options) for rank in range(count))
         self._workers = [self._stack.enter_context(worker) for worker in starting]
         self._threads = self._stack.enter_context(ThreadPoolExecutor(count))

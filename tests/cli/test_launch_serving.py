@@ -4,6 +4,8 @@ import http.client
 import json
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -279,6 +281,18 @@ def test_a_signal_ends_the_server(number):
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == before
     with pytest.raises(ConnectionError):
+        http.client.HTTPConnection("localhost", int(url.rpartition(":")[2])).connect()
+
+
+def test_no_other_program_gets_the_port_before_the_server_listens(monkeypatch):
+    class Popen(subprocess.Popen):
+        def __init__(self, command, **options):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("localhost", int(command[-1])))
+            super().__init__(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with serving._server("folder", "") as url:
         http.client.HTTPConnection("localhost", int(url.rpartition(":")[2])).connect()
 
 

@@ -215,14 +215,15 @@ def _server(model: str, options: str) -> Iterator[str]:
     """
     import socket
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [*_TRANSFORMERS, "serve", model, "--port", str(port)]
     with (
+        socket.socket() as kept,  # so no other program gets the port while the model is loaded
         tempfile.NamedTemporaryFile("r", prefix="hfq-chat-") as record,
         tempfile.TemporaryFile("w+b") as said,
     ):
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, which may listen
+        kept.bind(("localhost", 0))
+        port = kept.getsockname()[1]
+        command = [*_TRANSFORMERS, "serve", model, "--port", str(port)]
         environment = enabling_environment(os.environ, options, record.name)
         before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
         server = subprocess.Popen(
