@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -66,13 +67,17 @@ def test_memory_is_released_after_its_copies(sim, way):
 
 def test_pieces_are_pinned_one_by_one_until_the_memory_is_released(sim, monkeypatch):
     monkeypatch.setattr(pinned_memory_module, "PIECE_NBYTES", 1 << 20)
-    pinned, unpinned, leave = [], [], threading.Event()
-    pin, unpin = host_memory.pin, host_memory.unpin
+    pinned, unpinned, made, has_begun = [], [], [], threading.Event()
+    pin, unpin, make = host_memory.pin, host_memory.unpin, pinned_memory_module._Pieces
+    monkeypatch.setattr(pinned_memory_module, "_Pieces", lambda *given: made.append(make(*given)) or made[0])
 
     def noted(address, nbytes, device):
         pinned.append(nbytes)
         if len(pinned) == 2:
-            leave.wait(20)
+            has_begun.set()
+            until = time.monotonic() + 20
+            while not made[0]._is_released and time.monotonic() < until:
+                time.sleep(0.001)
         return pin(address, nbytes, device)
 
     monkeypatch.setattr(host_memory, "pin", noted)
@@ -80,12 +85,11 @@ def test_pieces_are_pinned_one_by_one_until_the_memory_is_released(sim, monkeypa
         host_memory, "unpin", lambda address, device: (unpinned.append(address), unpin(address, device))
     )
     memory = pinned_memory((4 << 20) + 5, [torch.device(DEVICE)], is_in_background=True)
-    threading.Timer(0.2, leave.set).start()
+    assert has_begun.wait(20)
     del memory
     gc.collect()
-    assert leave.wait(20)
-    assert pinned == [1 << 20] * len(pinned)
-    assert len(unpinned) == len(pinned) <= 3
+    assert pinned == [1 << 20] * 2
+    assert len(unpinned) == 2
 
 
 def test_a_failed_pin_is_logged_and_the_model_is_right(sim, monkeypatch, caplog):
