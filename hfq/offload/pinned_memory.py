@@ -101,9 +101,12 @@ class _Pieces:
 
     def pin(self) -> None:
         """Pins all pieces, until the memory is released."""
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(self._address), ctypes.c_size_t(self._nbytes), _MADV_DONTFORK
-        )
+        with self._lock:
+            if self._is_released:  # its addresses may belong to other memory by now
+                return
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(self._address), ctypes.c_size_t(self._nbytes), _MADV_DONTFORK
+            )
         for first, nbytes in self._ranges():
             with self._lock:
                 if self._is_released or not registration.pin(first, nbytes, self._devices[0]):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,6 +91,19 @@ def test_pieces_are_pinned_one_by_one_until_the_memory_is_released(sim, monkeypa
     gc.collect()
     assert pinned == [1 << 20] * 2
     assert len(unpinned) == 2
+
+
+def test_memory_that_was_released_before_it_was_pinned_is_left_alone(sim):
+    """Its addresses may belong to other memory, which the child of a fork needs."""
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    first = -memory.ctypes.data % 4096
+    pieces = pinned_memory_module._Pieces(memory.ctypes.data + first, 1 << 19, (torch.device(DEVICE),))
+    pieces.release()
+    pieces.pin()
+    child = os.fork()
+    if not child:
+        os._exit(int(memory.any()))  # a signal ends a child that does not have the memory
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_failed_pin_is_logged_and_the_model_is_right(sim, monkeypatch, caplog):
