@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hfq.errors import HfqError, SetupError, nearest
 from hfq.modules.offloaded_parameter import no_copy
@@ -23,6 +23,10 @@ from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
 from hfq.runtime.kv_cache.saved_cache import CacheFolder, identity_of, send
 
 __all__ = ["OffloadedCache"]
+
+
+_COUNTING = (OffloadedLayer, DynamicSlidingWindowLayer)
+"""Layers that count their tokens, all of which compute in each forward pass."""
 
 
 class OffloadedCache(DynamicCache):
@@ -81,6 +85,7 @@ class OffloadedCache(DynamicCache):
             if type(layer) is DynamicLayer:
                 self.layers[index] = OffloadedLayer(index, kv_cache_dtype, self._rows_of(index))
         self._offloaded = [i for i, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)]
+        self._counting = [i for i, layer in enumerate(self.layers) if type(layer) in _COUNTING]
         if self._folder is not None:
             try:
                 self.tokens = self._folder.restore(self.layers)
@@ -115,7 +120,7 @@ class OffloadedCache(DynamicCache):
                 fix="Make the cache with a folder.",
             )
         self._check_lengths()
-        self._folder.save(self.layers, tokens)
+        self._folder.save(self.layers, tokens, max(self._lengths(), default=0))
         self.tokens = None if tokens is None else tokens.cpu()
 
     def close(self) -> None:
@@ -216,6 +221,10 @@ class OffloadedCache(DynamicCache):
                 found=f"{min(lengths)} to {max(lengths)} tokens" if len(lengths) > 1 else "an error before",
                 fix="Call reset(), or make the cache again, which starts with the last save.",
             )
+
+    def _lengths(self) -> list[int]:
+        """Returns the numbers of tokens of the layers that count them."""
+        return [self.layers[index].get_seq_length() for index in self._counting]
 
     def _rows_of(self, index: int) -> Any:
         folder = self._folder

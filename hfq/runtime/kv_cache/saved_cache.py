@@ -8,7 +8,8 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
 __all__ = ["CacheFolder", "identity_of", "send"]
 
 _DESCRIPTION = "kv_cache.json"
+_CHECKSUM = "checksum"
+"""Field of the description: the CRC-32 of the others."""
+
 _OTHER_LAYERS = "other_layers_{}.pt"
-"""File of the layers that are not offloaded, by number of tokens: a description names the one of its save."""
+"""File of the layers that are not offloaded, by its CRC-32: a description names the one of its save."""
 
 _LOCK = "lock"
 _VERSION = 1
@@ -40,6 +44,7 @@ _DAMAGES = (
     TypeError,
     ValueError,
     AttributeError,
+    ArithmeticError,
     OSError,
     EOFError,
     RuntimeError,
@@ -100,14 +105,19 @@ class CacheFolder:
         (self._root / _DESCRIPTION).unlink(missing_ok=True)
         self.saved_length = 0
 
-    def save(self, layers: Sequence[Any], tokens: torch.Tensor | None) -> None:
+    def save(self, layers: Sequence[Any], tokens: torch.Tensor | None, length: int) -> None:
         """Saves all layers; a crash before its end leaves the earlier state.
+
+        Args:
+            layers: The layers.
+            tokens: Token ids of the conversation, or None.
+            length: Number of tokens in the cache.
 
         Raises:
             SetupError: The disk is full, or tokens are missing; then no new file is left.
         """
         description: dict[str, Any] = {"version": _VERSION, "model": self._identity, "kind": self._kind}
-        description["layers"], description["checksums"], others, length = {}, {}, {}, 0
+        description["layers"], description["checksums"], others = {}, {}, {}
         try:
             for index, layer in enumerate(layers):
                 if not isinstance(layer, OffloadedLayer):
@@ -118,10 +128,8 @@ class CacheFolder:
                         layer.rows.synchronize()
                         description["checksums"][index] = layer.rows.checksum()
                     description["layers"][index] = {**asdict(layer.codec), "tokens": layer.rows.count}
-                    length = length or layer.rows.count
-            description["tokens"] = _as_lists(tokens, length)
-            description["others"] = _OTHER_LAYERS.format(length)
-            self._write(description, others, length)
+            description["tokens"], description["length"] = _as_lists(tokens, length), length
+            self._write(description, others)
         except OSError as error:
             raise SetupError(
                 "The KV cache could not be saved. The earlier save is kept, if there is one.",
@@ -132,14 +140,19 @@ class CacheFolder:
             ) from error
         self.saved_length = length
 
-    def _write(self, description: dict[str, Any], others: dict[int, Any], length: int) -> None:
-        path, states = self._root / description["others"], io.BytesIO()
+    def _write(self, description: dict[str, Any], others: dict[int, Any]) -> None:
+        states = io.BytesIO()
         torch.save(others, states)  # torch would report a full disk as an error of its own stream
+        description["others_checksum"] = zlib.crc32(states.getbuffer())
+        description["others"] = _OTHER_LAYERS.format(f"{description['others_checksum']:08x}")
+        description[_CHECKSUM] = _checksum(description)
+        path = self._root / description["others"]
+        is_of_earlier_save = path.exists()
         try:
             replace_file(path, states.getbuffer(), is_durable=True)
             replace_file(self._root / _DESCRIPTION, json.dumps(description).encode(), is_durable=True)
         except OSError:
-            if length != self.saved_length:  # otherwise the description of the earlier save names it
+            if not is_of_earlier_save:
                 path.unlink(missing_ok=True)
             raise
         for former in self._root.glob(_OTHER_LAYERS.format("*")):
@@ -159,19 +172,23 @@ class CacheFolder:
         try:
             found = {int(index): dict(fields) for index, fields in description["layers"].items()}
             checksums = dict(description.get("checksums", {}))  # of 0.2.0 there are none
+            length = 0
             for index, fields in found.items():
                 length = int(fields.pop("tokens"))
                 codec = KvCodec(**fields)
                 rows = FileRows(codec.row_nbytes, self.file_of(index), length)
                 if str(index) in checksums:
-                    _check(rows, self.file_of(index), index, int(checksums[str(index)]))
+                    what = f"of {length} tokens of layer {index}"
+                    _check(self.file_of(index), int(checksums[str(index)]), rows.checksum(), what)
                 layers[index].restore(codec, rows)
-                self.saved_length = self.saved_length or length
-            others = torch.load(
-                self._root / Path(description["others"]).name, map_location="cpu", weights_only=True
-            )
+            path = self._root / Path(description["others"]).name
+            states = path.read_bytes()
+            if "others_checksum" in description:
+                _check(path, int(description["others_checksum"]), zlib.crc32(states), "of the other layers")
+            others = torch.load(io.BytesIO(states), map_location="cpu", weights_only=True)
             for index, state in others.items():
                 vars(layers[index]).update(state)
+            self.saved_length = int(description.get("length", length))
             tokens = description["tokens"]
             return None if tokens is None else torch.tensor(tokens)
         except _DAMAGES as error:
@@ -181,6 +198,7 @@ class CacheFolder:
         try:
             description = json.loads(path.read_text())
             found = tuple(description[key] for key in ("version", "model", "kind"))
+            checksum = int(description.pop(_CHECKSUM, -1))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise _damaged(path, error) from error
         expected = (_VERSION, self._identity, self._kind)
@@ -194,6 +212,8 @@ class CacheFolder:
                     found=f"{name} {other}",
                     fix=_NEW_FOLDER,
                 )
+        if checksum >= 0:  # of 0.2.0 there is none
+            _check(path, checksum, _checksum(description), "of the description")
         return description
 
 
@@ -269,18 +289,22 @@ def _as_lists(tokens: torch.Tensor | None, length: int) -> list | None:
     return tokens.tolist()
 
 
-def _check(rows: FileRows, path: Path, index: int, expected: int) -> None:
-    """Checks that rows are those that were saved.
+def _checksum(description: Mapping[str, Any]) -> int:
+    content = json.loads(json.dumps(description))  # as it is read again
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _check(path: Path, expected: int, found: int, what: str) -> None:
+    """Checks that a file is the one that was saved.
 
     Raises:
-        CheckpointError: They are not.
+        CheckpointError: It is not.
     """
-    found = rows.checksum()
     if found != expected:
         raise CheckpointError(
             "A file of the saved KV cache does not match its checksum.",
             file=path,
-            expected=f"CRC-32 {expected:08x}, of {rows.count} tokens of layer {index}",
+            expected=f"CRC-32 {expected:08x}, {what}",
             found=f"CRC-32 {found:08x}",
             fix="Delete the folder, and compute the conversation again.",
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hfq
 from hfq.errors import CheckpointError, HfqError, SetupError
@@ -38,6 +38,11 @@ def saved(model, tmp_path):
     with hfq.OffloadedCache(model, tmp_path / "cache") as cache:
         cache.save(generate(model, cache, PROMPT, 6))
     return tmp_path / "cache"
+
+
+def others_of(folder):
+    """Returns the file of the layers that are not offloaded."""
+    return next(folder.glob("other_layers_*.pt"))
 
 
 def generate(model, cache, tokens, count):
@@ -113,10 +118,10 @@ def test_one_cache_uses_a_folder_at_a_time(model, saved):
     hfq.OffloadedCache(model, saved).close()
 
 
-@pytest.mark.parametrize("file", ["kv_cache.json", "layer_00001.kv", "other_layers_22.pt"])
+@pytest.mark.parametrize("file", ["kv_cache.json", "layer_00001.kv", "other_layers"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "garbage"])
 def test_a_damaged_folder_is_refused_before_a_token_is_computed(model, saved, file, damage):
-    path = saved / file
+    path = others_of(saved) if file == "other_layers" else saved / file
     if damage == "missing":
         path.unlink()
     else:
@@ -157,10 +162,63 @@ def test_a_cache_that_was_saved_without_checksums_resumes(model, saved):
     path = saved / "kv_cache.json"
     description = json.loads(path.read_text())
     assert len(description.pop("checksums")) == 4
+    for name in ("checksum", "others_checksum", "length"):
+        del description[name]
     path.write_text(json.dumps(description))
     with hfq.OffloadedCache(model, saved) as cache:
         found = generate(model, cache, cache.tokens, 6)
     assert torch.equal(found, generate(model, DynamicCache(config=model.config), PROMPT, 12))
+
+
+def test_a_description_of_layers_without_sequences_is_refused(model, saved):
+    path = saved / "kv_cache.json"
+    description = json.loads(path.read_text())
+    del description["checksum"]
+    description["layers"]["0"]["batch"] = 0
+    path.write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match="damaged"):
+        hfq.OffloadedCache(model, saved)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    """A model all of whose layers have a sliding window of six tokens."""
+    path = tmp_path_factory.mktemp("sliding") / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(2)
+    config = AutoConfig.for_model("mistral", **sizes, **heads, sliding_window=6)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return load(path)
+
+
+def test_a_changed_byte_of_a_layer_that_is_not_offloaded_is_refused(sliding, tmp_path):
+    with hfq.OffloadedCache(sliding, tmp_path) as cache:
+        cache.save(generate(sliding, cache, PROMPT, 6))
+        keys = cache.layers[1].keys.numpy().tobytes()[:64]
+    path = others_of(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.index(keys)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="does not match its checksum") as caught:
+        hfq.OffloadedCache(sliding, tmp_path)
+    assert caught.value.file == path
+
+
+def test_a_cache_without_offloaded_layers_is_saved_whole_or_not_at_all(sliding, tmp_path, monkeypatch):
+    with hfq.OffloadedCache(sliding, tmp_path) as cache:
+        tokens = generate(sliding, cache, PROMPT, 6)
+        with pytest.raises(SetupError, match="all token ids"):
+            cache.save(tokens[:, :9])
+        cache.save(tokens)
+        more = generate(sliding, cache, tokens, 6)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", killed_at("kv_cache"))
+            cache.save(more)
+    with hfq.OffloadedCache(sliding, tmp_path) as cache:
+        assert cache.tokens.shape == (1, 23)
+        assert cache.get_seq_length() == 22
+        assert torch.equal(generate(sliding, cache, cache.tokens, 6), more)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -184,6 +242,10 @@ def test_checksums_follow_cropped_and_repeated_tokens(model, saved, count):
         ("layers", 3),
         ("checksums", 3),
         ("tokens", [[1], [2, 3]]),
+        ("tokens", [[1] * 23]),
+        ("others_checksum", 3),
+        ("checksum", 3),
+        ("checksum", "3.5"),
     ],
 )
 def test_a_changed_description_is_refused(model, saved, field, value):
@@ -193,19 +255,12 @@ def test_a_changed_description_is_refused(model, saved, field, value):
         hfq.OffloadedCache(model, saved)
 
 
-@pytest.mark.parametrize("name", ["other_layers_31.pt", "kv_cache.json"])
+@pytest.mark.parametrize("name", ["other_layers", "kv_cache"])
 def test_a_save_that_is_killed_leaves_the_earlier_one(model, saved, name, monkeypatch):
-    replace = os.replace
-
-    def killed(source, target):
-        if Path(target).name == name:
-            raise KeyboardInterrupt
-        replace(source, target)
-
     with hfq.OffloadedCache(model, saved) as cache:
         tokens = generate(model, cache, cache.tokens, 9)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(os, "replace", killed)
+            patch.setattr(os, "replace", killed_at(name))
             cache.save(tokens)
     with hfq.OffloadedCache(model, saved) as cache:
         assert cache.get_seq_length() == 22
@@ -218,7 +273,7 @@ def test_a_save_that_is_killed_leaves_the_earlier_one(model, saved, name, monkey
 @pytest.mark.parametrize("more", [0, 9])
 def test_a_full_disk_leaves_the_earlier_save_and_no_file(model, saved, kind, more, monkeypatch):
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), sorted(saved.iterdir())
-    limit = {"states": 9, "description": (saved / "other_layers_22.pt").stat().st_size + 9}
+    limit = {"states": 9, "description": others_of(saved).stat().st_size + 9}
     with hfq.OffloadedCache(model, saved) as cache:
         tokens = generate(model, cache, cache.tokens, more) if more else cache.tokens
         with monkeypatch.context() as patch, pytest.raises(SetupError, match="could not be saved") as caught:
@@ -237,6 +292,18 @@ def test_a_full_disk_leaves_the_earlier_save_and_no_file(model, saved, kind, mor
         cache.save(generate(model, cache, cache.tokens, 9))
     with hfq.OffloadedCache(model, saved) as cache:
         assert cache.get_seq_length() == 31
+
+
+def killed_at(name):
+    """Returns an os.replace that is interrupted before a file whose name begins so gets it."""
+    replace = os.replace
+
+    def killed(source, target):
+        if Path(target).name.startswith(name):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    return killed
 
 
 def no_space(*_):
