@@ -112,13 +112,11 @@ class Routing:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            calls = [
-                (int(module), [[int(each) for each in row] for row in rows])
-                for module, rows in content["calls"]
-            ]
-            found = cls(content["modules"], content["experts"], content["nbytes"], calls)
-            is_valid = content["kind"] == _KIND and all(map(found._is_valid, calls))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            calls = [(module, [list(row) for row in rows]) for module, rows in content["calls"]]
+            modules, experts, nbytes = (list(content[name]) for name in ("modules", "experts", "nbytes"))
+            found = cls(modules, experts, nbytes, calls)
+            is_valid = content["kind"] == _KIND and found._is_valid()
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise _no_recording(path, error) from error
         if not is_valid:
             raise _no_recording(path, "other content")
@@ -133,11 +131,22 @@ class Routing:
             found[-1].append(call)
         return found
 
-    def _is_valid(self, call: Call) -> bool:
-        module, rows = call
-        return 0 <= module < len(self.experts) and all(
-            0 <= each < self.experts[module] for row in rows for each in row
+    def _is_valid(self) -> bool:
+        """Returns True if the values of a file are of the right types, and agree."""
+        sizes = [*self.experts, *self.nbytes]
+        return (
+            len({len(self.modules), len(self.experts), len(self.nbytes)}) == 1
+            and len({name for name in self.modules if isinstance(name, str)}) == len(self.modules)
+            and all(type(size) is int and size >= 0 for size in sizes)
+            and all(map(self._is_valid_call, self.calls))
         )
+
+    def _is_valid_call(self, call: Call) -> bool:
+        module, rows = call
+        if type(module) is not int or not 0 <= module < len(self.experts):
+            return False
+        count = self.experts[module]
+        return all(type(each) is int and 0 <= each < count for row in rows for each in row)
 
     def _add(self, module: int, top_k_index: torch.Tensor) -> None:
         count = self.experts[module]

@@ -71,6 +71,14 @@ VALID = {"kind": "hfq routing", "modules": ["a"], "experts": [4], "nbytes": [9],
         {"calls": [0]},
         {"calls": None},
         {"experts": None},
+        {"experts": None, "calls": []},
+        {"experts": [4, 4]},
+        {"experts": [4.5]},
+        {"nbytes": ["9"]},
+        {"modules": [3]},
+        {"modules": ["a", "a"], "experts": [4, 4], "nbytes": [9, 9]},
+        {"calls": [[0, [[float("inf")]]]]},
+        {"calls": [[0, [[1.7]]]]},
     ],
     ids=str,
 )
@@ -92,6 +100,9 @@ def test_a_missing_file_and_one_of_other_text_are_errors(tmp_path):
     (tmp_path / "list.json").write_text("[1, 2]")
     with pytest.raises(CheckpointError, match="no recording"):
         Routing.load(tmp_path / "list.json")
+    (tmp_path / "deep.json").write_text("[" * 99_999 + "]" * 99_999)
+    with pytest.raises(CheckpointError, match="no recording"):
+        Routing.load(tmp_path / "deep.json")
 
 
 def test_tokens_of_prompts_are_requests_in_the_order_of_decoding():
