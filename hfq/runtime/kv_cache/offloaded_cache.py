@@ -21,6 +21,7 @@ from hfq.runtime.kv_cache.kv_codec import KV_CACHE_DTYPES, KvCodec
 from hfq.runtime.kv_cache.kv_rows import FileRows, KvRows, MemoryRows
 from hfq.runtime.kv_cache.offloaded_layer import OffloadedLayer
 from hfq.runtime.kv_cache.saved_cache import CacheFolder, identity_of, send
+from hfq.runtime.kv_cache.whole_pass import WholePass
 
 __all__ = ["OffloadedCache"]
 
@@ -76,7 +77,8 @@ class OffloadedCache(DynamicCache):
             )
         identity = identity_of(model)
         super().__init__(config=model.config)
-        self.tokens, self._restored, self._is_torn = None, set[int](), False
+        self.tokens, self._restored = None, set[int]()
+        self._is_torn = self._is_closed = False
         self._first_pass = FirstPass(model)
         self._pool = Pool(1)
         self._finalizer = weakref.finalize(self, Pool.close, self._pool)
@@ -86,6 +88,8 @@ class OffloadedCache(DynamicCache):
                 self.layers[index] = OffloadedLayer(index, kv_cache_dtype, self._rows_of(index))
         self._offloaded = [i for i, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)]
         self._counting = [i for i, layer in enumerate(self.layers) if type(layer) in _COUNTING]
+        self._whole_pass = WholePass(None if len(self._offloaded) == len(self.layers) else model, self)
+        weakref.finalize(self, self._whole_pass.close)
         if self._folder is not None:
             try:
                 self.tokens = self._folder.restore(self.layers)
@@ -119,14 +123,18 @@ class OffloadedCache(DynamicCache):
                 found="OffloadedCache(model)",
                 fix="Make the cache with a folder.",
             )
+        self._check_open()
+        self._whole_pass.settle()
         self._check_lengths()
-        self._folder.save(self.layers, tokens, max(self._lengths(), default=0))
+        self._folder.save(self.layers, tokens, self._length())
         self.tokens = None if tokens is None else tokens.cpu()
 
     def close(self) -> None:
         """Ends the reader threads and releases the folder; what was not saved is forgotten."""
+        self._is_closed = True
         self._finalizer()
         self._first_pass.forget()
+        self._whole_pass.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -142,10 +150,10 @@ class OffloadedCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._send_restored(layer_idx, key_states.device)
-        if layer_idx == next(iter(self._offloaded), None):
+        if layer_idx == next(iter(self._counting), None):
             self._first_pass.check(key_states.shape[-2], self.get_seq_length())
             self._check_lengths()
+        self._enter(layer_idx, key_states.device)
         try:
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HfqError:
@@ -159,24 +167,32 @@ class OffloadedCache(DynamicCache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self._send_restored(layer_idx, conv_states.device)
+        self._enter(layer_idx, conv_states.device)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self._send_restored(layer_idx, recurrent_states.device)
+        self._enter(layer_idx, recurrent_states.device)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        super().crop(*args, **kwargs)
-        if self._folder is not None and self.get_seq_length() < self._folder.saved_length:
-            self._invalidate()  # before later tokens overwrite saved rows
+        self._check_open()
+        before = self._lengths()
+        try:
+            super().crop(*args, **kwargs)
+        except BaseException:
+            self._is_torn = self._is_torn or self._lengths() != before
+            raise
+        finally:
+            if self._folder is not None and min(self._lengths(), default=0) < self._folder.saved_length:
+                self._invalidate()  # before later tokens overwrite saved rows
 
     def reset(self) -> None:
         self._invalidate()
         super().reset()
         self._is_torn = False
+        self._whole_pass.forget()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         with self._changing_batch():
@@ -198,6 +214,7 @@ class OffloadedCache(DynamicCache):
         shortest = min(self.layers[each].get_seq_length() for each in self._offloaded)
         for each in self._offloaded:
             self.layers[each].truncate(shortest)
+        self._whole_pass.forget_pass()
 
     @contextlib.contextmanager
     def _changing_batch(self) -> Iterator[None]:
@@ -213,8 +230,8 @@ class OffloadedCache(DynamicCache):
         Raises:
             SetupError: The layers hold different numbers of tokens.
         """
-        lengths = {self.layers[index].get_seq_length() for index in self._offloaded}
-        if len(lengths) > 1 or self._is_torn:
+        lengths = set(self._lengths())
+        if len(lengths) > 1 or self._is_torn or self._whole_pass.has_failed:
             raise SetupError(
                 "The last forward pass with this KV cache did not end, so that its layers differ.",
                 expected="layers with the same tokens",
@@ -222,9 +239,34 @@ class OffloadedCache(DynamicCache):
                 fix="Call reset(), or make the cache again, which starts with the last save.",
             )
 
+    def _check_open(self) -> None:
+        """Raises an error after `close`, since another cache may use the folder.
+
+        Raises:
+            SetupError: The cache was closed.
+        """
+        if self._is_closed:
+            raise SetupError(
+                "This KV cache was closed.",
+                expected="an open cache",
+                found="a cache after close(), or after its with statement",
+                fix="Make the cache again, which starts with the last save.",
+            )
+
     def _lengths(self) -> list[int]:
         """Returns the numbers of tokens of the layers that count them."""
         return [self.layers[index].get_seq_length() for index in self._counting]
+
+    def _length(self) -> int:
+        return max(self._lengths(), default=0)
+
+    def _enter(self, index: int, device: torch.device) -> None:
+        """Prepares for the new states of a layer."""
+        self._check_open()
+        if self._is_torn or self._whole_pass.has_failed:
+            self._check_lengths()
+        self._whole_pass.note_change()
+        self._send_restored(index, device)
 
     def _rows_of(self, index: int) -> Any:
         folder = self._folder
@@ -251,5 +293,6 @@ class OffloadedCache(DynamicCache):
 
     def _invalidate(self) -> None:
         """Forgets the saved state before its rows change."""
+        self._check_open()
         if self._folder is not None:
             self._folder.invalidate()

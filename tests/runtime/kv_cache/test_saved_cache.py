@@ -221,6 +221,26 @@ def test_a_cache_without_offloaded_layers_is_saved_whole_or_not_at_all(sliding, 
         assert torch.equal(generate(sliding, cache, cache.tokens, 6), more)
 
 
+def test_a_closed_cache_writes_to_no_folder(model, saved):
+    closed = hfq.OffloadedCache(model, saved)
+    tokens = closed.tokens
+    closed.close()
+    more = torch.tensor([[9] * 6])
+    with hfq.OffloadedCache(model, saved) as cache:
+        continued = generate(model, cache, tokens, 6)
+        for use in (
+            lambda: generate(model, closed, torch.cat([tokens, more], 1), 3),
+            lambda: closed.save(tokens),
+            lambda: closed.crop(-1),
+            lambda: closed.reorder_cache(torch.tensor([0])),
+            closed.reset,
+        ):
+            with pytest.raises(SetupError, match="was closed"):
+                use()
+        found = generate(model, cache, continued, 6)
+    assert torch.equal(found, generate(model, DynamicCache(config=model.config), PROMPT, 18))
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_checksums_follow_cropped_and_repeated_tokens(model, saved, count):
     """Tokens are saved, cropped and replaced by others, and saved again, in one process."""
