@@ -36,7 +36,8 @@ class OffloadedCache(DynamicCache):
     While a layer computes, the keys and values of the next one are read. So at most two layers are held on
     the execution device, and with a folder also in CPU memory. Keys and values are bit-identical to those of
     transformers' `DynamicCache`, unless `kv_cache_dtype` quantizes them. Layers with a sliding window and
-    layers with a recurrent state are small and stay where they compute.
+    layers with a recurrent state are small and stay where they compute. No gradient reaches the tokens of
+    earlier passes.
 
         with hfq.OffloadedCache(model, "conversation") as cache:
             tokens = model.generate(**inputs, past_key_values=cache)
@@ -78,7 +79,7 @@ class OffloadedCache(DynamicCache):
         identity = identity_of(model)
         super().__init__(config=model.config)
         self.tokens, self._restored = None, set[int]()
-        self._is_torn = self._is_closed = False
+        self._is_torn = self._is_closed = self._has_beams = False
         self._first_pass = FirstPass(model)
         self._pool = Pool(1)
         self._finalizer = weakref.finalize(self, Pool.close, self._pool)
@@ -114,7 +115,8 @@ class OffloadedCache(DynamicCache):
             tokens: Token ids of the conversation: [batch, tokens], at least those in the cache.
 
         Raises:
-            SetupError: The cache has no folder, the disk is full, or tokens are missing.
+            SetupError: The cache has no folder, the disk is full, tokens are missing, or the cache holds the
+                beams of a search.
         """
         if self._folder is None:
             raise SetupError(
@@ -126,6 +128,13 @@ class OffloadedCache(DynamicCache):
         self._check_open()
         self._whole_pass.settle()
         self._check_lengths()
+        if self._has_beams and tokens is not None:
+            raise SetupError(
+                "After a beam search, a KV cache holds the beams, and not the sequences of generate.",
+                expected="a cache that no beam search has reordered",
+                found=f"{list(tokens.shape)} token ids of other sequences or in another order",
+                fix="Compute the tokens with a new cache, by a forward pass, and save that one.",
+            )
         self._folder.save(self.layers, tokens, self._length())
         self.tokens = None if tokens is None else tokens.cpu()
 
@@ -191,11 +200,12 @@ class OffloadedCache(DynamicCache):
     def reset(self) -> None:
         self._invalidate()
         super().reset()
-        self._is_torn = False
+        self._is_torn = self._has_beams = False
         self._whole_pass.forget()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         with self._changing_batch():
+            self._has_beams = True
             super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

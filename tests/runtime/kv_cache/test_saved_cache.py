@@ -357,6 +357,20 @@ def test_too_few_tokens_are_refused(model, saved):
     assert caught.value.expected == "[batch, 22 or more]"
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_tokens_of_a_beam_search_are_refused_since_the_cache_holds_beams(model, tmp_path, count):
+    options = {"num_beams": 3, "num_return_sequences": count, "max_new_tokens": 10, "do_sample": False}
+    with hfq.OffloadedCache(model, tmp_path) as cache:
+        tokens = model.generate(PROMPT, past_key_values=cache, **options)
+        with pytest.raises(SetupError, match="holds the beams"):
+            cache.save(tokens)
+        cache.reset()
+        cache.save(generate(model, cache, tokens, 3))
+    with hfq.OffloadedCache(model, tmp_path) as cache:
+        found = generate(model, cache, cache.tokens, 3)
+    assert torch.equal(found, generate(model, None, tokens, 6))
+
+
 def test_a_folder_that_cannot_be_made_is_named(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="cannot be used") as caught:
