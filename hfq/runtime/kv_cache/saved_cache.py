@@ -226,7 +226,9 @@ def send(layer: Any, device: torch.device) -> None:
 
 
 def identity_of(model: nn.Module) -> str:
-    """Returns a digest of what keys and values depend on: config, weights, and adapters.
+    """Returns a digest of what keys and values depend on.
+
+    That is the config, the weights, rounded activations, and adapters.
 
     The weights are sampled at 16 places of each file.
 
@@ -238,6 +240,8 @@ def identity_of(model: nn.Module) -> str:
     for name in _VOLATILE:
         fields.pop(name, None)
     digest = hashlib.sha256(json.dumps([fields, str(model.dtype)], sort_keys=True, default=str).encode())
+    if loading.config.quantize_activations:
+        digest.update(f"rounded activations, threshold {loading.config.llm_int8_threshold}".encode())
     for file in sorted(loading.checkpoint.headers):
         _sample(digest, loading.reader, file)
     for name, module in model.named_modules():

@@ -106,6 +106,16 @@ def test_other_weights_of_the_same_sizes_are_refused(saved, tmp_path):
         hfq.OffloadedCache(load(other), saved)
 
 
+def test_a_model_that_rounds_activations_is_another_one(tmp_path):
+    path, options = tiny_models.DATA / "tiny-llama", {"quantize_weights": "w8a8", "offload_folder": tmp_path}
+    plain = load(path, **options)
+    with hfq.OffloadedCache(plain, tmp_path / "cache") as cache:
+        cache.save(generate(plain, cache, PROMPT, 6))
+    with pytest.raises(SetupError, match="another model or kind"):
+        hfq.OffloadedCache(load(path, quantize_activations=True, **options), tmp_path / "cache")
+    hfq.OffloadedCache(load(path, **options), tmp_path / "cache").close()
+
+
 def test_another_dtype_of_the_cache_is_refused(model, saved):
     with pytest.raises(SetupError, match="another model or kind") as caught:
         hfq.OffloadedCache(model, saved, kv_cache_dtype="fp8")
