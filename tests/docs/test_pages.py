@@ -11,6 +11,7 @@ from generate.__main__ import PAGES, WITH_TABLES
 
 import hfq
 from hfq.cli.main import app
+from hfq.formats.base import FORMATS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -33,6 +34,11 @@ def test_a_table_of_the_benchmarks_is_read_by_its_title():
     assert {row["mover"] for row in rows} == {"hfq", "accelerate"}
     assert {row["layers in"] for row in rows} == {"memory", "disk"}
     assert "cores" in measured.facts("load")["processor"]
+
+
+def test_the_readme_counts_the_format_variants():
+    count = sum(len(each.variants) for each in FORMATS.values())
+    assert f"({count} format variants and GGUF)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_commands_that_pages_name_exist():
