@@ -96,15 +96,40 @@ def _decoded(row: Row) -> tuple[str, str, str]:
 
 
 def _short_machine() -> str:
-    """Returns a note that names the machine of the first table and its benchmarks."""
+    """Returns notes on the machine of the first table, its benchmarks, and other benchmarks."""
     found = facts("stream")
     cores = found["processor"].replace(" for this process", "")
     disk = found["raw direct read, cold"].partition(" (")[0]
+    version = found["versions"].partition(",")[0]
+    in_memory, limited = _of_llama_cpp()
     return (
-        f"{cores}, disk of {disk}, no GPU. *Plain* is transformers with accelerate.\n"
+        f"{cores}, disk of {disk}, no GPU, {version}. *Plain* is transformers with accelerate.\n"
         "Plain transformers dequantizes FP8 on a CPU, and requires gptqmodel for GPTQ. Measured:\n"
-        "[loading](docs/benchmarks/load.md), [offloading](docs/benchmarks/stream.md).\n"
+        "[loading](docs/benchmarks/load.md), [offloading](docs/benchmarks/stream.md).\n\n"
+        f"In memory, models of 8B to 30B (random weights) decode {in_memory} as fast as with\n"
+        f"llama.cpp. With 4 or 8 GB of memory, it is {limited}\n"
+        "([Zen 4](docs/benchmarks/real_sizes.md), [Zen 5](docs/benchmarks/real_sizes-zen5.md)).\n"
     )
+
+
+def _of_llama_cpp() -> tuple[str, str]:
+    """Returns the ranges of hfq's decoding speed over llama.cpp's, in memory and with limited memory.
+
+    Of hfq's rows of a case the better one counts, without those whose results are not the checkpoint's.
+    """
+    best: dict[tuple[str, str], float] = {}
+    for page in ("real_sizes", "real_sizes-zen5"):
+        for row in read_table(page, "Speed"):
+            if row["contender"] in ("hfq, GPTQ", "hfq, the same GGUF"):
+                case = page, row["model"]
+                best[case] = max(best.get(case, 0.0), float(row["of llama.cpp"]))
+    in_memory = [ratio for (_, model), ratio in best.items() if "resident" in model]
+    limited = [ratio for (_, model), ratio in best.items() if "resident" not in model]
+    return _times(in_memory), _times(limited)
+
+
+def _times(ratios: list[float]) -> str:
+    return f"{min(ratios):.1f} to {max(ratios):.2g} times"
 
 
 def _machine() -> str:
