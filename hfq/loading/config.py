@@ -67,17 +67,17 @@ class HfqConfig(QuantizationConfigMixin):
             `"auto"` (default) maps aligned tensors on a local file system, except under a DeepSpeed config,
             and reads the others. It reads them into shared memory if a launcher started several processes.
         disk_io: Read path for weights on disk. `"direct"` bypasses the page cache, and `"buffered"` uses it.
-            `"auto"` (default) uses the page cache if they all fit in half of the available memory that
-            mapped weights leave.
+            `"auto"` (default) uses the page cache if they all fit in half of the memory that is available
+            beyond the mapped weights.
         disk_checksum: Compares weights read from disk with checksums that are computed during the load, which
             reads every weight once. `"off"` (default) skips the check, `"first"` checks the first read of
             each unit, and `"always"` checks every read.
-        expert_cache_size: Memory for offloaded experts that stay on each execution device after use: bytes as
-            an int, or text with a unit such as `"4GiB"`. The experts that a token is routed to have memory
-            also where this is less; on the CPU, those of two layers, so that one is read while the other
-            computes. None (default) uses the memory that an automatic device map leaves free,
-            else what the accelerator has free or a tenth of the host's memory. On an accelerator, room for
-            the KV cache and the activations of 2048 tokens is left out.
+        expert_cache_size: Memory for offloaded experts on each execution device, which keeps those that are
+            used most: bytes as an int, or text with a unit such as `"4GiB"`. It never holds less than the
+            experts that a token is routed to in one layer; on the CPU, in two, so that the next layer is read
+            while one computes. None (default) uses the memory that an automatic device map leaves free;
+            without such a map, what the accelerator has free, or a tenth of the host's available memory. On
+            an accelerator, room for the KV cache and the activations of 2048 tokens stays free.
         execute_cpu_layers_on: Device that computes quantized layers on the CPU if there is an accelerator.
             `"accelerator"` (default) copies their weights there. `"cpu"` computes on the CPU and moves the
             activations. `"auto"` chooses for each call.
