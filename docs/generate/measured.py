@@ -139,8 +139,11 @@ def _machine() -> str:
         found["processor"].replace(" for this process", ""),
         found["raw direct read, cold"].partition(" (")[0],
     )
-    versions = ", ".join(found["versions"].split(", ")[2:5])
-    return f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU;\n{found['model']}; {versions}.\n"
+    versions = found["versions"].split(", ")
+    versions = ", ".join([versions[0], *versions[2:5]])  # without Python's
+    return (
+        f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU;\n{found['model']};\n{versions}.\n"
+    )
 
 
 def _token_costs() -> str:
@@ -191,11 +194,27 @@ def _batch_costs() -> str:
     return _markdown(("weights", "batches", "a pass", "for each batch", "accelerate, for each batch"), rows)
 
 
+def _whole_models() -> str:
+    """Returns the speed of models of real sizes, next to that of llama.cpp with the same file."""
+    pages = {"Zen 4": "real_sizes", "Zen 5": "real_sizes-zen5"}
+    contenders = {"hfq": "hfq, the same GGUF", "llama.cpp": "llama.cpp"}
+    rows: dict[str, list[str]] = {}
+    for page in pages.values():
+        for row in read_table(page, "Speed"):
+            if row["contender"].startswith(tuple(contenders.values())):
+                rows.setdefault(row["model"], []).append(row["decode"].removesuffix("/s"))
+    header = ("model", *(f"{processor}, {name}" for processor in pages for name in contenders))
+    links = ", ".join(f"[{processor}](../benchmarks/{page}.md)" for processor, page in pages.items())
+    table = _markdown(header, [(model, *speeds) for model, speeds in rows.items()])
+    return f"{table}\n2 cores, one round: {links}.\n"
+
+
 TABLES = {
     "machine": _machine,
     "first-screen": _first_screen,
     "token-costs": _token_costs,
     "pass-costs": _pass_costs,
     "batch-costs": _batch_costs,
+    "whole-models": _whole_models,
 }
 """{name in the comment: function that writes the table}."""
