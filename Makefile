@@ -55,7 +55,7 @@ bench-fms: $(VENV)/.installed  ## measure IBM's FMS by itself and with hfq (Pyth
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots,fms]'
 	$(BIN)/python -m benchmarks fms --out docs/benchmarks
 
-tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
+tables: $(VENV)/.installed  ## train two small models and make the published tables of quality again; writes docs/benchmarks/quality.md
 	echo "Training two small models and making the tables of docs/benchmarks/quality.md"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
 	$(BIN)/python -m benchmarks quality --out docs/benchmarks
