@@ -210,10 +210,8 @@ layers, but for the head, read their weights, over that of a plain read of memor
 
 def _share_of_read(records: list[Record], weights: str, threads: int) -> float | None:
     """Returns the read rate of the layers' weights, divided by that of a plain read."""
-    layers, read = (
-        {"step": LAYERS, "weights": weights, "threads": threads},
-        {"step": READ, "threads": threads},
-    )
+    layers = {"step": LAYERS, "weights": weights, "threads": threads}
+    read = {"step": READ, "threads": threads}
     return _ratio(records, lambda record: record["nbytes"] / record["seconds"], layers, read)
 
 

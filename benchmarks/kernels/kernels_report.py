@@ -19,10 +19,8 @@ from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["report"]
 
-LEVELS, SHORT = (
-    ("plain C++", "AVX2", "AVX-512"),
-    ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)"),
-)
+LEVELS = ("plain C++", "AVX2", "AVX-512")
+SHORT = ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)")
 _FP8_CPP = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
 _INT4_CPP = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
 _ROUNDED = 1.7
@@ -34,10 +32,8 @@ def report(records: list[Record], rounds: int) -> Report:
     Each record has threads, shape, rows, method, weights, round, nbytes, and seconds.
     """
     weights = [w for w in _in_order(records, "weights") if w not in ("-", "bf16", "f32", "f16")]
-    groups, least = (
-        [f"M={rows}" for rows in _in_order(records, "rows")],
-        min((r["threads"] for r in records), default=1),
-    )
+    groups = [f"M={rows}" for rows in _in_order(records, "rows")]
+    least = min((r["threads"] for r in records), default=1)
     series = {
         name: [_over_dense(records, name, "cpp", rows, least) for rows in _in_order(records, "rows")]
         for name in weights
@@ -82,11 +78,9 @@ _OWN_THREADS = ", whose threads on more than one share processors with torch's t
 
 def _over_ggml(records: list[Record]) -> str:
     """Returns the speed of 4 bits relative to ggml's rearranged weights with 8-bit activations."""
-    theirs, ours, found = (
-        {"method": GGML, "weights": REPACKED},
-        {"method": "cpp", "weights": "gptq4 g128"},
-        [],
-    )
+    theirs = {"method": GGML, "weights": REPACKED}
+    ours = {"method": "cpp", "weights": "gptq4 g128"}
+    found = []
     for threads in _in_order(records, "threads"):
         for rows in _in_order(records, "rows"):
             value = _over_shapes(select(records, threads=threads), theirs, ours, rows)

@@ -12,13 +12,11 @@ from hfq.tables import Table
 
 __all__ = ["differences"]
 
-_OPT, _LLAMA, _SHIFTED, _GAINED, _STRONG = (
-    ("OPT", "none"),
-    ("Llama", "none"),
-    ("OPT", "+60"),
-    ("Llama", "×200"),
-    ("OPT", "×100 +297"),
-)
+_OPT = ("OPT", "none")
+_LLAMA = ("Llama", "none")
+_SHIFTED = ("OPT", "+60")
+_GAINED = ("Llama", "×200")
+_STRONG = ("OPT", "×100 +297")
 _NO_OUTLIERS = "small models have no outlier features of their own, and lose little without them"
 _ABSMAX, _DECOMPOSED = "int8 absmax", "int8 absmax row-wise + decomposition"
 

@@ -140,10 +140,8 @@ def _perplexity(records: list[Record], model: str, bits: int, tool: str) -> floa
 
 
 def _over_floats(records: list[Record], model: str, bits: int, tool: str) -> float | None:
-    found, floats = (
-        _perplexity(records, model, bits, tool),
-        median(records, lambda r: r["perplexity"], kind="floats", model=model),
-    )
+    found = _perplexity(records, model, bits, tool)
+    floats = median(records, lambda r: r["perplexity"], kind="floats", model=model)
     return found / floats if found and floats else None
 
 

@@ -179,10 +179,8 @@ def _report(facts: Mapping[str, str], records: list[Record]) -> Report:
     ]
     tables.append(Table("Identical tokens", _DTYPE_NOTE, ("drafts", *_DTYPES), rows))
     chart = Chart("Bytes read per token: MB", list(PLACES), series, line=0)
-    title, note = (
-        "Speculation: fewer passes over a model on disk",
-        "Smallest shares over the rounds, in float32.",
-    )
+    title = "Speculation: fewer passes over a model on disk"
+    note = "Smallest shares over the rounds, in float32."
     return Report(title, facts, tables, targets, records, chart, note)
 
 

@@ -96,10 +96,8 @@ def _idle_table(records: list[Record]) -> Table:
     for weights in FORMATS:
         for mover in _MOVERS:
             where = {"kind": "idle", "weights": weights, "mover": mover}
-            rate, seconds = (
-                median(records, lambda r: r["moved"] / r["seconds"], **where),
-                median(records, _step_seconds, **where),
-            )
+            rate = median(records, lambda r: r["moved"] / r["seconds"], **where)
+            seconds = median(records, _step_seconds, **where)
             if rate is None:
                 rows.append((weights, mover, _refusal(records, weights, mover), "-", "-"))
             else:

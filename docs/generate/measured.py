@@ -66,11 +66,9 @@ def _readable(cell: str) -> str:
 
 def _first_screen() -> str:
     """Returns load time, peak memory and time per token of hfq, next to those of plain transformers."""
-    time, memory, decoding = (
-        read_table("load", "Time"),
-        read_table("load", "Memory and reads, cold"),
-        read_table("stream", "Decoding"),
-    )
+    time = read_table("load", "Time")
+    memory = read_table("load", "Memory and reads, cold")
+    decoding = read_table("stream", "Decoding")
     sizes = dict(re.findall(r"(\w+) ([\d.]+ GB)", facts("load")["model"]))
     rows = []
     for weights, name in _WEIGHTS.items():
@@ -135,10 +133,8 @@ def _times(ratios: list[float]) -> str:
 def _machine() -> str:
     """Returns hardware, model and versions of the offloading benchmark."""
     found = facts("stream")
-    cores, disk = (
-        found["processor"].replace(" for this process", ""),
-        found["raw direct read, cold"].partition(" (")[0],
-    )
+    cores = found["processor"].replace(" for this process", "")
+    disk = found["raw direct read, cold"].partition(" (")[0]
     versions = found["versions"].split(", ")
     versions = ", ".join([versions[0], *versions[2:5]])  # without Python's
     return (

@@ -129,10 +129,8 @@ class Nvfp4(Fp4Format):
         return self
 
     def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        scale, shared = (
-            tensors["weight_scale"][start:stop].to(torch.float32),
-            tensors[self.global_name].to(torch.float32),
-        )
+        scale = tensors["weight_scale"][start:stop].to(torch.float32)
+        shared = tensors[self.global_name].to(torch.float32)
         return (
             scale / shared.reshape(1, 1)
             if self.global_name == "weight_global_scale"

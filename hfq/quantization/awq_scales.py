@@ -82,10 +82,8 @@ class AwqQuantizer(DecoderLayerQuantizer):
     def _solve_group(self, group: list[str], moments: Moments) -> None:
         if not isinstance(moments, InputMoments) or not isinstance(self.format, Awq):
             raise TypeError(type(self.format).__name__)
-        tokens, magnitudes = (
-            moments.tokens,
-            torch.as_tensor(moments.magnitudes).float() / max(moments.tokens, 1),
-        )
+        tokens = moments.tokens
+        magnitudes = torch.as_tensor(moments.magnitudes).float() / max(moments.tokens, 1)
         hessian = moments.mean().whole()
         check_moments(group[0], float(hessian.diagonal().mean()), bool(torch.isfinite(hessian.sum())))
         weights = [self._weight(name) for name in group]

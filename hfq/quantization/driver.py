@@ -341,10 +341,8 @@ def _calibration(
             fix=f"Pass text that resembles the model's inputs, or use {other}.",
         )
     config = source.model.config
-    longest, vocabulary = (
-        sizes_known(config, "max_position_embeddings", "n_positions"),
-        sizes_known(config, "vocab_size"),
-    )
+    longest = sizes_known(config, "max_position_embeddings", "n_positions")
+    vocabulary = sizes_known(config, "vocab_size")
     length = length or min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
     return calibrate(text, tokenizer, vocabulary or 1 << 62, samples, length, longest)
 

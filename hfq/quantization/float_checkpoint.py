@@ -157,10 +157,8 @@ class Source:
                             Unquantized(),
                         )
                         continue
-                    owner, local = (
-                        decoder_layer.get_submodule(parameter.rpartition(".")[0]),
-                        parameter.rpartition(".")[2],
-                    )
+                    owner = decoder_layer.get_submodule(parameter.rpartition(".")[0])
+                    local = parameter.rpartition(".")[2]
                     weight = UnquantizedParameter(owner, local, info)
                     resting.append((weight, weight.give(value.to(torch.float32))))
                 yield decoder_layer

@@ -183,10 +183,9 @@ def solve_parts(
     out_features, in_features = weight.shape
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     scales, zeros = torch.full((2, in_features // span, out_features), torch.nan)
-    loss, rows = (
-        0.0,
-        max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32,
-    )  # an eighth of the factor's memory
+    loss = 0.0
+    # an eighth of the factor's memory
+    rows = max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32
     rows = -(-out_features // -(-out_features // max(rows, 32)) // 32) * 32
     for start in range(0, out_features, rows):  # outputs are independent
         part = slice(start, start + rows)

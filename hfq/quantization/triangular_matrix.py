@@ -178,10 +178,8 @@ class TriangularMatrix:
         """Returns whole rows of the symmetric matrix, [places, size]."""
         rows = torch.empty(len(places), self.size)
         for start, stop, panel in self._spans():
-            inside, above = (
-                ((places >= start) & (places < stop)).nonzero()[:, 0],
-                (places < start).nonzero()[:, 0],
-            )
+            inside = ((places >= start) & (places < stop)).nonzero()[:, 0]
+            above = (places < start).nonzero()[:, 0]
             rows[inside, :stop] = panel.index_select(0, places[inside] - start)
             rows[above, start:stop] = panel.index_select(1, places[above]).t()
         return rows

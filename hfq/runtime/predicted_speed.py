@@ -179,10 +179,8 @@ def _work(loading: ModelLoader, hits: ExpertHits | None) -> Work:
     on_demand = 0
     if offloader is not None and hits is not None:
         on_demand = int(routed * (1 - hits.share) * _nbytes_on_disk(offloader.experts))
-    is_on_cpu, is_cached = (
-        loading.main == "cpu",
-        offloader is not None and offloader.source.mode == "buffered",
-    )
+    is_on_cpu = loading.main == "cpu"
+    is_cached = offloader is not None and offloader.source.mode == "buffered"
     return Work(
         count_products(model, dtype, routed),
         on_disk + on_demand,

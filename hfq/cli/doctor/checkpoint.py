@@ -19,10 +19,8 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
     from hfq.checkpoint.memory_limit import available_memory
     from hfq.machine_profile.machine_limits import cached_share
 
-    kind, free = (
-        filesystem_type(folder) or "unknown",
-        shutil.disk_usage(folder if folder.exists() else Path()).free,
-    )
+    kind = filesystem_type(folder) or "unknown"
+    free = shutil.disk_usage(folder if folder.exists() else Path()).free
     if is_network(folder):
         fix = "Copy the checkpoint to a local disk. Weights in CPU memory are read, not mapped."
         yield Finding("disk", "warning", f"{kind}, a network file system; {free / 1e9:.1f} GB free", fix)

@@ -36,9 +36,9 @@ def make_report(options: PlanOptions) -> dict:
     from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.estimate import Workload
 
-    hardware, workload = (
-        _hardware(options),
-        Workload(options.batch_size, options.max_model_len, options.kv_cache_dtype, options.kv_cache_device),
+    hardware = _hardware(options)
+    workload = Workload(
+        options.batch_size, options.max_model_len, options.kv_cache_dtype, options.kv_cache_device
     )
     with model_headers(str(options.model), options.revision) as found:
         model = open_model(found.folder, options.dtype, options.quantize_output_head)

@@ -156,10 +156,8 @@ def _zero3(console: Console, zero3: dict) -> None:
     table.add_row("total", *(as_size(zero3["per_rank"][device]) for device in devices))
     console.print(table)
     where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
-    rests, gathered = (
-        zero3["offload_param"].replace("none", "the devices"),
-        as_size(zero3["gathered_per_forward_nbytes"]),
-    )
+    rests = zero3["offload_param"].replace("none", "the devices")
+    gathered = as_size(zero3["gathered_per_forward_nbytes"])
     console.print(
         f"{where}shards are stored on {rests}; each rank gathers {gathered} per forward pass", soft_wrap=True
     )
@@ -172,10 +170,8 @@ def _catalog(console: Console, entries: list[dict]) -> None:
         if "refused" in entry:
             table.add_row(entry["name"], f"{entry['cost']:g}", "-", "-", "-", entry["refused"])
         else:
-            per_million, rate = (
-                f"{entry['cost_of_a_million_tokens']:.4g}",
-                f"{entry['tokens_per_second']:.4g}",
-            )
+            per_million = f"{entry['cost_of_a_million_tokens']:.4g}"
+            rate = f"{entry['tokens_per_second']:.4g}"
             table.add_row(
                 entry["name"], f"{entry['cost']:g}", per_million, rate, entry["dominant"], entry["note"]
             )

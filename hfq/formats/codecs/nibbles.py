@@ -23,10 +23,8 @@ def look_up_nibbles(
     """
     by_byte = values.new_empty(16, 16, 2)
     by_byte[..., int(high_first)], by_byte[..., int(not high_first)] = values, values[:, None]
-    pairs, places = (
-        by_byte.view(torch.int64).flatten(),
-        packed.contiguous().flatten().view(torch.uint8).to(torch.int32),
-    )
+    pairs = by_byte.view(torch.int64).flatten()
+    places = packed.contiguous().flatten().view(torch.uint8).to(torch.int32)
     if panel.numel() == 2 * places.numel() and panel.storage_offset() % 2 == 0:
         torch.index_select(pairs, 0, places, out=panel.view(-1).view(torch.int64))
         return

@@ -124,10 +124,8 @@ class Mlx(MlxWords):
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "MLX")
         size = out_features, in_features // self.group_size
-        scales, biases = (
-            TensorSpec("scales", FLOATS, size, "scale"),
-            TensorSpec(self.biases_name, FLOATS, size, "zero_point"),
-        )
+        scales = TensorSpec("scales", FLOATS, size, "scale")
+        biases = TensorSpec(self.biases_name, FLOATS, size, "zero_point")
         return self._specs(in_features, out_features, scales, biases)
 
     def describe(self) -> str:

@@ -239,10 +239,8 @@ def _multiply_packed(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ones = _ones(weight.shape[0])
     if weight.data_ptr() % _PACK_ALIGNMENT == 0:
         return torch._weight_int8pack_mm(codes, weight, ones)
-    product, step = (
-        codes.new_empty(codes.shape[0], weight.shape[0]),
-        max(_PACK_PART // weight.shape[1] // 64, 1) * 64,
-    )
+    product = codes.new_empty(codes.shape[0], weight.shape[0])
+    step = max(_PACK_PART // weight.shape[1] // 64, 1) * 64
     for start in range(0, weight.shape[0], step):
         part = weight[start : start + step]
         aligned = thread_buffer("int8", torch.int8, part.device, part.numel()).view(part.shape).copy_(part)

@@ -87,10 +87,8 @@ def config_of_gguf(path: Any, checkpoint: Checkpoint | None, kwargs: Mapping[str
     options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     if checkpoint.config.keys() <= _STUB:
         return _config_of_metadata(path, checkpoint, options)
-    tokens, is_multimodal = (
-        _tokens(checkpoint.gguf),
-        isinstance(checkpoint.config.get("text_config"), Mapping),
-    )
+    tokens = _tokens(checkpoint.gguf)
+    is_multimodal = isinstance(checkpoint.config.get("text_config"), Mapping)
     if tokens is None and not is_multimodal:
         return None
     whole = AutoConfig.from_pretrained(

@@ -98,10 +98,8 @@ def _predicting_layers(model: PreTrainedModel) -> list[str]:
     transformers does not have these layers.
     """
     config = model.config.get_text_config()
-    count, more = (
-        getattr(config, "num_hidden_layers", None),
-        getattr(config, "num_nextn_predict_layers", None),
-    )
+    count = getattr(config, "num_hidden_layers", None)
+    more = getattr(config, "num_nextn_predict_layers", None)
     if not isinstance(count, int) or not isinstance(more, int):
         return []
     return [rf"(^|\.)layers\.{layer}\." for layer in range(count, count + more)]

@@ -260,11 +260,9 @@ class HostExperts(ExpertMemory):
         self._bytes = [memory_of(view) for view in self._views]
 
     def fill(self, number: int, expert: Expert) -> Contents:
-        contents, read, memory = (
-            Contents(expert, number, self._views[number]),
-            self._source.read,
-            self._bytes[number],
-        )
+        contents = Contents(expert, number, self._views[number])
+        read = self._source.read
+        memory = self._bytes[number]
         jobs: list[Callable[[], None]] = []
         partial = functools.partial
         for wanted, first, end in expert.chunks:

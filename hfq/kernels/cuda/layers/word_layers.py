@@ -216,11 +216,9 @@ def bitnet(weight_format: BitNet, tensors: Tensors, out_features: int, in_featur
 @describes(GemmaQat)
 def gemma_qat(weight_format: GemmaQat, tensors: Tensors, out_features: int, in_features: int) -> Layer:
     """Describes rows of bytes; codes of 8 bits are in two's complement."""
-    codes, scale, bits = (
-        tensors[weight_format.codes_name],
-        tensors[weight_format.scale_name],
-        weight_format.num_bits,
-    )
+    codes = tensors[weight_format.codes_name]
+    scale = tensors[weight_format.scale_name]
+    bits = weight_format.num_bits
     middle = 0.0 if bits == 8 else float(1 << (bits - 1))
     span = max(in_features // weight_format.blocks, 1)
     layout = Layout("integers", bits, word=8, signed=bits == 8, middle=middle, span=span)
