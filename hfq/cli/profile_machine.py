@@ -89,10 +89,10 @@ def _print(profile: Profile) -> None:
         f"fixed costs: {profile.step_seconds * 1e3:.2f} ms per step, {profile.layer_seconds * 1e3:.2f} ms "
         f"per layer, {profile.block_seconds * 1e3:.2f} ms per onloaded unit"
     )
-    for what, beside in (("the disk", profile.beside_disk), ("the page cache", profile.beside_cached)):
+    for what, speeds in (("the disk", profile.beside_disk), ("the page cache", profile.beside_cached)):
         print(
-            f"while {what} is read: computing keeps {beside.computing:.0%} of its speed, reading "
-            f"{beside.reading:.0%}"
+            f"while {what} is read: computing keeps {speeds.computing:.0%} of its speed, reading "
+            f"{speeds.reading:.0%}"
         )
     if (zero3 := profile.zero3) is not None:
         print(

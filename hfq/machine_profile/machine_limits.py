@@ -14,7 +14,7 @@ from pathlib import Path
 from hfq.errors import SetupError
 from hfq.offload.host_memory import huge_buffer
 
-__all__ = ["CHUNK_NBYTES", "cached_share", "drop_cache", "read_files", "reading_slots"]
+__all__ = ["CHUNK_NBYTES", "cached_share", "drop_cache", "read_files", "reading_buffers"]
 
 CHUNK_NBYTES = 16 << 20
 _PAGE = mmap.PAGESIZE
@@ -45,8 +45,8 @@ def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> floa
         chunks = iter(
             [(fd, offset) for fd, size in descriptors.items() for offset in range(0, size, CHUNK_NBYTES)]
         )
-        slots = reading_slots(threads)
-        readers = [threading.Thread(target=_read_chunks, args=(chunks, slot, errors)) for slot in slots]
+        buffers = reading_buffers(threads)
+        readers = [threading.Thread(target=_read_chunks, args=(chunks, buffer, errors)) for buffer in buffers]
         started = time.perf_counter()
         for reader in readers:
             reader.start()
@@ -102,16 +102,16 @@ def cached_share(files: Iterable[Path]) -> float | None:
 
 
 @functools.cache
-def reading_slots(threads: int) -> list[memoryview]:
+def reading_buffers(threads: int) -> list[memoryview]:
     """Returns reusable memory to read into, one view per thread."""
     memory = memoryview(huge_buffer(threads * CHUNK_NBYTES).fill_(0).numpy())  # type: ignore[arg-type]
     return [memory[index * CHUNK_NBYTES : (index + 1) * CHUNK_NBYTES] for index in range(threads)]
 
 
-def _read_chunks(chunks: Iterator[tuple[int, int]], slot: memoryview, errors: list[OSError]) -> None:
+def _read_chunks(chunks: Iterator[tuple[int, int]], buffer: memoryview, errors: list[OSError]) -> None:
     for descriptor, offset in chunks:  # shared: a list iterator never returns an item to two threads
         try:
-            os.preadv(descriptor, [slot], offset)
+            os.preadv(descriptor, [buffer], offset)
         except OSError as error:
             errors.append(error)
             return

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hfq.machine_profile.machine_limits import CHUNK_NBYTES, read_files, reading_slots
+from hfq.machine_profile.machine_limits import CHUNK_NBYTES, read_files, reading_buffers
 from hfq.machine_profile.product_probes import ProductProbe
 from hfq.placement.estimate.pipeline import SideBySide
 
@@ -102,16 +102,17 @@ def _reading(probe: ReadProbe) -> Iterator[list[int]]:
     count = [0]
     lock = threading.Lock()
 
-    def read(slot: memoryview) -> None:
+    def read(buffer: memoryview) -> None:
         for offset in offsets:  # implemented in C, so threads never get the same item
             if stop.is_set():
                 return
-            nbytes = os.preadv(descriptor, [slot], offset)
+            nbytes = os.preadv(descriptor, [buffer], offset)
             with lock:
                 count[0] += nbytes
 
     threads = [
-        threading.Thread(target=read, args=(slot,), daemon=True) for slot in reading_slots(probe.threads)
+        threading.Thread(target=read, args=(buffer,), daemon=True)
+        for buffer in reading_buffers(probe.threads)
     ]
     try:
         for thread in threads:

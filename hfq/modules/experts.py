@@ -160,9 +160,9 @@ class QuantizedExperts(nn.ModuleList):
         check_not_recorded("A module of experts", "its experts compute one by one, as the host routes them")
         chosen, count = top_k_index.cpu(), len(self._modules)
         routed = [expert for expert in distinct(chosen) if 0 <= expert < count]
-        beside = self._start_on_cpu(routed, hidden_states, chosen, top_k_weights)
-        if beside is not None:
-            return self._combine_late(routed, beside, hidden_states, chosen, top_k_weights, stacked)
+        cpu_experts = self._start_on_cpu(routed, hidden_states, chosen, top_k_weights)
+        if cpu_experts is not None:
+            return self._combine_late(routed, cpu_experts, hidden_states, chosen, top_k_weights, stacked)
         result = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
 
         def add(experts: Sequence[int], tensors: Tensors) -> None:
@@ -267,7 +267,7 @@ class QuantizedExperts(nn.ModuleList):
     def _combine_late(
         self,
         routed: Sequence[int],
-        beside: CpuExperts,
+        cpu_experts: CpuExperts,
         hidden_states: torch.Tensor,
         chosen: torch.Tensor,
         top_k_weights: torch.Tensor,
@@ -283,11 +283,11 @@ class QuantizedExperts(nn.ModuleList):
             for expert in experts:
                 computed[expert] = self._compute(self[expert], hidden_states[places[expert][0]], stacked)
 
-        others = [expert for expert in routed if expert not in beside.tokens]
+        others = [expert for expert in routed if expert not in cpu_experts.tokens]
         self._with_weights(others, chosen, hidden_states, compute)
 
         def join() -> torch.Tensor:
-            result, outputs = torch.zeros_like(hidden_states), computed | beside.outputs()
+            result, outputs = torch.zeros_like(hidden_states), computed | cpu_experts.outputs()
             for expert, (token, place) in places.items():
                 output = outputs[expert] * top_k_weights[token, place, None]
                 result.index_add_(0, token, output.to(result.dtype))

@@ -46,7 +46,7 @@ def plan_section(fields: Fields) -> Section:
     pictures: list[Picture] = []
     tables: list[Table] = []
     if fields.has("devices"):
-        pictures += [_homes(fields.object("devices")), placement_picture(read_modules(fields))]
+        pictures += [_device_picture(fields.object("devices")), placement_picture(read_modules(fields))]
     if fields.has("prediction"):
         tables.append(_prediction(fields.object("prediction")))
     if fields.has("zero3"):
@@ -68,7 +68,7 @@ def _machine(machine: Fields) -> str:
     return f"{gpus}, {as_size(machine.count('cpu_nbytes'))} of CPU memory"
 
 
-def _homes(devices: Fields) -> Picture:
+def _device_picture(devices: Fields) -> Picture:
     names = devices.names()
     found = [devices.object(name) for name in names]
     parts = {title: [device.count(part) for device in found] for part, title in PARTS.items()}

@@ -37,7 +37,7 @@ def run_section(fields: Fields) -> Section:
         facts["timeline"] = "not recorded. hfq.report(model, measure=True) records one token"
     else:
         pictures.append(timeline)
-    tables = [_homes(fields)]
+    tables = [_device_table(fields)]
     if fields.has("offload"):
         tables.append(_stream(fields.object("offload")))
     if fields.has("speed"):
@@ -90,7 +90,7 @@ def _span(fields: Fields) -> Span:
     return Span(track, fields.text("name"), start, end, fields.count("nbytes"), device)
 
 
-def _homes(fields: Fields) -> Table:
+def _device_table(fields: Fields) -> Table:
     rows = [
         (device.text("device"), f"{device.count('nbytes'):,}", f"{device.count('onloaded_nbytes'):,}")
         for device in fields.objects("devices")

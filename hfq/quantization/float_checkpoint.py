@@ -140,7 +140,7 @@ class Source:
             layers: Linear layers in it that compute with their weights in the stored dtype, by name in the
                 model. All other parameters are float32.
         """
-        resting: list[tuple[UnquantizedParameter, nn.Parameter]] = []
+        unquantized: list[tuple[UnquantizedParameter, nn.Parameter]] = []
         with self.on_meta(name) as decoder_layer:
             held = {
                 f"{layer}.weight": decoder_layer.get_submodule(local_name(layer, name)) for layer in layers
@@ -160,10 +160,10 @@ class Source:
                     owner = decoder_layer.get_submodule(parameter.rpartition(".")[0])
                     local = parameter.rpartition(".")[2]
                     weight = UnquantizedParameter(owner, local, info)
-                    resting.append((weight, weight.give(value.to(torch.float32))))
+                    unquantized.append((weight, weight.give(value.to(torch.float32))))
                 yield decoder_layer
             finally:
-                for weight, before in resting:
+                for weight, before in unquantized:
                     weight.give(before)
                 for layer in held.values():
                     let_go(layer)

@@ -221,7 +221,13 @@ def report(
     order = (name for name, _ in loading.model.named_modules())
     modules = tuple(loading.plan.modules(order))
     return Report(
-        tuple(_homes(loading.plan)), offload, speed, _outliers(model), _describe(loading), modules, timeline
+        tuple(_device_reports(loading.plan)),
+        offload,
+        speed,
+        _outliers(model),
+        _describe(loading),
+        modules,
+        timeline,
     )
 
 
@@ -249,7 +255,7 @@ def _outliers(model: nn.Module) -> OutlierReport | None:
     return OutlierReport(sum(tally.outliers for tally in tallies), sum(tally.channels for tally in tallies))
 
 
-def _homes(plan: Plan) -> list[DeviceReport]:
+def _device_reports(plan: Plan) -> list[DeviceReport]:
     moved: dict[str, int] = {}
     for entry in plan.entries:
         moved[entry.device] = moved.get(entry.device, 0) + entry.nbytes * entry.is_moved

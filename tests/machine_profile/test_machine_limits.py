@@ -11,11 +11,11 @@ from hfq.machine_profile import machine_limits as limits
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "CHUNK_NBYTES", 64 << 10)
-    limits.reading_slots.cache_clear()
+    limits.reading_buffers.cache_clear()
     for index, size in enumerate((200_000, 1, 65_536)):
         (tmp_path / f"{index}.bin").write_bytes(os.urandom(size))
     yield sorted(tmp_path.iterdir())
-    limits.reading_slots.cache_clear()
+    limits.reading_buffers.cache_clear()
 
 
 def test_every_chunk_is_read_once(files, monkeypatch):

@@ -96,7 +96,7 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         options.quantize_output_head,
     )
     return {
-        "devices": _homes(estimate, weights, hardware),
+        "devices": _device_nbytes(estimate, weights, hardware),
         "moved": {
             "onloaded_per_step_nbytes": estimate.work.streamed,
             "routed_per_step_nbytes": estimate.work.on_demand,
@@ -145,7 +145,7 @@ def _speculation(
     return [asdict(costs) for costs in found]
 
 
-def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
+def _device_nbytes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
     capacities = hardware.capacities()
     found: dict[str, dict[str, int | None]] = {}
     for device, parts in estimate.devices(weights).items():

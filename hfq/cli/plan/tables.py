@@ -44,7 +44,7 @@ def print_report(report: dict) -> None:
         more = as_size(model["mtp_nbytes"])
         console.print(f"note: use_mtp=True loads layers for further tokens, up to {more} more memory")
     sections: dict[str, Callable[[Console, Any], None]] = {
-        "devices": partial(_homes, limits=report["machine"]["limits"]),
+        "devices": partial(_devices, limits=report["machine"]["limits"]),
         "moved": _moved,
         "context": _context,
         "zero3": _zero3,
@@ -68,10 +68,10 @@ def _machine(machine: dict) -> str:
     return f"{gpus}, {cpu} of CPU memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
 
 
-def _homes(console: Console, homes: dict, limits: dict[str, str | None]) -> None:
+def _devices(console: Console, devices: dict, limits: dict[str, str | None]) -> None:
 
     table = FittingTable("device", *PARTS.values(), "total", "of")
-    for device, parts in homes.items():
+    for device, parts in devices.items():
         capacity = parts["capacity_nbytes"]
         sizes = [as_size(parts[part]) for part in (*PARTS, "total_nbytes")]
         limit = limits.get(device) or ("no limit" if capacity is None else as_size(capacity))
@@ -156,10 +156,11 @@ def _zero3(console: Console, zero3: dict) -> None:
     table.add_row("total", *(as_size(zero3["per_rank"][device]) for device in devices))
     console.print(table)
     where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
-    rests = zero3["offload_param"].replace("none", "the devices")
+    shard_device = zero3["offload_param"].replace("none", "the devices")
     gathered = as_size(zero3["gathered_per_forward_nbytes"])
     console.print(
-        f"{where}shards are stored on {rests}; each rank gathers {gathered} per forward pass", soft_wrap=True
+        f"{where}shards are stored on {shard_device}; each rank gathers {gathered} per forward pass",
+        soft_wrap=True,
     )
 
 

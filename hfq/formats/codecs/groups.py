@@ -64,7 +64,7 @@ def block_amax(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3))
 
 
-def check_divides(in_features: int, size: int, dialect: str, what: str = "group_size") -> None:
+def check_divides(in_features: int, size: int, variant: str, what: str = "group_size") -> None:
     """Checks that an input consists of whole groups, for formats that require it.
 
     Raises:
@@ -72,7 +72,7 @@ def check_divides(in_features: int, size: int, dialect: str, what: str = "group_
     """
     if size < 1 or in_features % size:
         raise FormatError(
-            f"{dialect} cannot hold a layer of this input size.",
+            f"{variant} cannot hold a layer of this input size.",
             expected=f"a multiple of {what}={size}",
             found=f"{in_features} input channels",
             fix="Choose a group size that divides the input, or add the layer to modules_to_not_convert.",

@@ -191,14 +191,14 @@ def _check_named_config(named: str, plugin: Mapping, file: Path) -> list[HfqErro
     Keys next to its name that accelerate rejects are problems, too.
     """
     findings: list[HfqError] = []
-    beside = [key for key in _SAID_IN_THE_FILE if key in plugin]
-    if beside:
+    rejected = [key for key in _SAID_IN_THE_FILE if key in plugin]
+    if rejected:
         findings.append(
             SetupError(
                 "accelerate rejects keys that belong in the file of deepspeed_config_file.",
                 file=file,
                 expected="none of these keys",
-                found=", ".join(beside),
+                found=", ".join(rejected),
                 fix="Remove them here, and set them in the DeepSpeed config.",
             )
         )

@@ -44,7 +44,7 @@ FREE = SideBySide()
 """Neither slows the other down."""
 
 
-def pass_seconds(stages: Sequence[Stage], buffer: int, rate: float, beside: SideBySide) -> float:
+def pass_seconds(stages: Sequence[Stage], buffer: int, rate: float, speeds: SideBySide) -> float:
     """Returns the seconds of a pass in the steady state, in which passes prefetch for the next.
 
     A stage computes once its bytes are in memory, and frees its place in the buffer afterward. Reads wait
@@ -54,7 +54,7 @@ def pass_seconds(stages: Sequence[Stage], buffer: int, rate: float, beside: Side
         stages: Stages in their order.
         buffer: Bytes of offloaded stages that memory may hold, the computing one included.
         rate: Bytes per second of reading alone.
-        beside: Speeds that remain while both run.
+        speeds: Speeds that remain while both run.
     """
     streamed = sum(stage.nbytes for stage in stages)
     if streamed <= buffer:  # all units stay in the buffer: nothing is read again
@@ -68,9 +68,9 @@ def pass_seconds(stages: Sequence[Stage], buffer: int, rate: float, beside: Side
             waiting = max(needed - read, 0)
             now, read = now + waiting / rate, read + waiting
             together = min(
-                stage.seconds / beside.computing, max(freed + buffer - read, 0) / (rate * beside.reading)
+                stage.seconds / speeds.computing, max(freed + buffer - read, 0) / (rate * speeds.reading)
             )
-            read += together * rate * beside.reading
-            now += together + (stage.seconds - together * beside.computing)
+            read += together * rate * speeds.reading
+            now += together + (stage.seconds - together * speeds.computing)
             freed += stage.nbytes
     return now - began

@@ -212,8 +212,8 @@ def _check(profile: Profile) -> None:
     ):
         if rate is not None:
             _rate(rate)
-    for beside in (profile.beside_disk, profile.beside_cached):
-        for share in (beside.computing, beside.reading):
+    for speeds in (profile.beside_disk, profile.beside_cached):
+        for share in (speeds.computing, speeds.reading):
             if _rate(share) > 1:
                 raise ValueError(f"{share!r} is no share")
     costs = [profile.layer_seconds, profile.step_seconds, profile.block_seconds, *profile.calls.values()]

@@ -191,8 +191,8 @@ def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> f
     stages = [
         Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages
     ]
-    beside = profile.beside_cached if work.is_cached else profile.beside_disk
-    return pass_seconds(stages, work.buffer, work.streamed / moving, beside) + waiting
+    speeds = profile.beside_cached if work.is_cached else profile.beside_disk
+    return pass_seconds(stages, work.buffer, work.streamed / moving, speeds) + waiting
 
 
 def _blocks(work: Work) -> int:

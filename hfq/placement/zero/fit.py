@@ -125,7 +125,7 @@ def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
         sizes: The model.
         workload: Workload of each rank.
     """
-    resting = sum(nbytes for devices in fit.memory.parts.values() for nbytes in devices.values())
+    stored_nbytes = sum(nbytes for devices in fit.memory.parts.values() for nbytes in devices.values())
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     return Work(
         sizes.weights,
@@ -134,7 +134,7 @@ def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
         kv,
         workload.batch,
         sizes.layers,
-        resting,
+        stored_nbytes,
         is_on_cpu=fit.ranks_on_cpu,
         calls=sizes.calls,
         gathered=fit.gathered,
