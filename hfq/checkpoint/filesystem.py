@@ -168,9 +168,8 @@ def _fault_in(libc: Any, descriptor: int, window: ByteRange) -> bool:
             number = ctypes.get_errno()
     except OSError:
         return False
-    if (
-        number == errno.EFAULT
-    ):  # the file was truncated meanwhile, and touching the page would end the process by SIGBUS
+    # the file was truncated meanwhile, and touching the page would end the process by SIGBUS
+    if number == errno.EFAULT:
         raise changed(window.file, f"{window.offset + window.nbytes} bytes", "a shorter file")
     if number in _DAMAGED:
         raise unreadable(window, OSError(number, os.strerror(number)))

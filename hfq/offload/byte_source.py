@@ -46,8 +46,7 @@ class Source:
         asked: `"auto"`, `"direct"`, or `"buffered"`.
         nbytes: The bytes of all offloaded weights.
         verify: Reads that are compared with the CRC-32 of `record`: `"off"`, `"first"` (the first read of
-            each
-            chunk), or `"always"`.
+            each chunk), or `"always"`.
         names: The files with offloaded bytes. If one does not support direct reads, a warning says that reads
             are buffered.
         mapped_nbytes: The bytes of the weights that are mapped, which `available_memory` counts as available.
@@ -56,8 +55,7 @@ class Source:
         mode: Mode of the current pass.
         nbytes_read: The bytes read so far, without those read by `record`.
         on_read: Called in the reader thread after each chunk, with the start and the end of the read in
-            seconds
-            of `time.perf_counter`.
+            seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -106,8 +104,7 @@ class Source:
 
         Raises:
             CheckpointError: The file was truncated, cannot be read, or (with `verify`) holds other bytes than
-                at
-                the load.
+                at the load.
         """
         is_direct = self.mode == "direct"
         with contextlib.nullcontext() if is_direct else self._copying:

@@ -180,9 +180,8 @@ def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> 
     Raises:
         Exception: The error of the first job that failed; the other jobs are unwound.
     """
-    if (
-        _any_worker() is not None
-    ):  # a job shares its units already, and its other model would wait for this one
+    # a job shares its units already, and its other model would wait for this one
+    if _any_worker() is not None:
         return [job() for job in jobs]
     workers = [Worker(offloader, job, index) for index, job in enumerate(jobs)]
     with offloader.lock:  # other threads' forward passes wait for their units

@@ -248,9 +248,8 @@ class Pool:
                 self._threads.append(thread)
                 try:
                     thread.start()
-                except (
-                    RuntimeError
-                ) as error:  # the system allows no more threads, so the running ones do all the work
+                except RuntimeError as error:
+                    # the system allows no more threads, so the running ones do all the work
                     self._threads.remove(thread)
                     for ticket in [] if self._threads else tickets:
                         ticket.refuse(_no_thread(error))
@@ -270,9 +269,8 @@ class Pool:
             ticket.refuse(_closed())
         for _ in threads:
             self._queue.end_thread()
-        if (
-            threading.current_thread() not in threads
-        ):  # a reader that drops the last reference may hold a lock that another one waits for
+        # not in a reader that drops the last reference: it may hold a lock that another one waits for
+        if threading.current_thread() not in threads:
             for thread in threads:
                 if thread.ident is not None:  # an interrupt may have come before it was started
                     thread.join()

@@ -245,9 +245,8 @@ class BenchWorker:
         load = predict_step(loading, _from_cache(profile, share or 0.0)).load_seconds
         decode = predict_step(loading, profile, context=self._n_gen // 2)
         prefill = None
-        if (
-            self._n_prompt and profile.is_measured and loading.main == "cpu"
-        ):  # else products of many rows have no known rate
+        # without a measured profile of the CPU, products of many rows have no known rate
+        if self._n_prompt and profile.is_measured and loading.main == "cpu":
             prefill = predict_step(loading, profile, rows=self._n_prompt).tokens_per_second
         nbytes = predict_memory(loading, max(self._n_prompt, 1), max(self._n_prompt, self._n_gen))
         threads = profile.machine.get("threads")

@@ -92,9 +92,8 @@ class Lookahead:
         try:
             with torch.no_grad():  # past hooks: transformers records what a router returns
                 chosen = _indices(type(router).forward(router, hidden_states))
-        except (
-            Exception
-        ) as error:  # the router of custom code may need other inputs; its own call is not affected
+        except Exception as error:
+            # the router of custom code may need other inputs; its own call is not affected
             logger.warning("hfq: %s cannot guess experts ahead: %s", type(router).__name__, error)
             chosen = None
         self._tells = chosen is not None

@@ -85,9 +85,8 @@ def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget:
 
 
 def _layer_nbytes(weight_format: Format | None, out_features: int, in_features: int) -> int:
-    if (
-        weight_format is None or in_features % 128 or out_features % 32
-    ):  # groups of 128 do not divide these layers, so they stay unquantized
+    # groups of 128 do not divide such a layer, so it stays unquantized
+    if weight_format is None or in_features % 128 or out_features % 32:
         return out_features * in_features * 2
     nbytes = 0
     for spec in weight_format.tensor_specs(in_features, out_features):

@@ -111,9 +111,8 @@ def _size(name: str, found: Format | None, tensors: Mapping[str, TensorInfo]) ->
     out, into = found.shape(described)
     codes = tensors[found.codes_name]
     bits = found.bits_per_code
-    if (
-        out * into == 0 and bits and codes.dtype == "I32" and len(codes.shape) == 2
-    ):  # compressed-tensors: words along the input
+    # compressed-tensors: words along the input
+    if out * into == 0 and bits and codes.dtype == "I32" and len(codes.shape) == 2:
         out, into = codes.shape[0], int(codes.shape[1] * 32 // bits)
     if out * into == 0:
         raise PlacementError(
