@@ -66,10 +66,6 @@ class Place:
         self.value: Value = EMPTY
         self.is_guess = False
 
-    def is_settled(self) -> bool:
-        """Returns True if nothing is being read to the place."""
-        return self.contents is None or self.contents.ticket.is_done
-
     def holders(self) -> list[Lease]:
         """Returns the leases that have not ended."""
         found = [lease for ref in self.leases if (lease := ref()) is not None and lease.is_open]

@@ -229,22 +229,23 @@ def _work(
     streamed, copied, on_demand = _reads(sizes, budget, workload.batch, hits)
     stored_nbytes = sum(nbytes for device, nbytes in budget.stored_nbytes.items() if device != "disk")
     is_on_cpu, is_cached = budget.main == "cpu", _is_cached(budget, free_memory)
+    kv_moved, kv_held = _kv(sizes, workload)
     return Work(
-        sizes.weights,
-        streamed,
-        0 if is_on_cpu else copied,
-        kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype)
+        weights=sizes.weights,
+        streamed=streamed,
+        copied=0 if is_on_cpu else copied,
+        cache=kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype)
         if workload.kv_device
-        else _kv(sizes, workload)[1],
-        workload.batch,
-        sizes.layers,
-        stored_nbytes,
+        else kv_held,
+        rows=workload.batch,
+        layers=sizes.layers,
+        stored_nbytes=stored_nbytes,
         is_cached=is_cached,
         is_on_cpu=is_on_cpu,
         calls=sizes.calls,
         stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed),
         buffer=buffer,
-        kv_moved=_kv(sizes, workload)[0],
+        kv_moved=kv_moved,
         is_kv_on_disk=workload.kv_device == "disk",
         on_demand=on_demand,
     )

@@ -128,13 +128,13 @@ def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
     stored_nbytes = sum(nbytes for devices in fit.memory.parts.values() for nbytes in devices.values())
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     return Work(
-        sizes.weights,
-        0,
-        0,
-        kv,
-        workload.batch,
-        sizes.layers,
-        stored_nbytes,
+        weights=sizes.weights,
+        streamed=0,
+        copied=0,
+        cache=kv,
+        rows=workload.batch,
+        layers=sizes.layers,
+        stored_nbytes=stored_nbytes,
         is_on_cpu=fit.ranks_on_cpu,
         calls=sizes.calls,
         gathered=fit.gathered,

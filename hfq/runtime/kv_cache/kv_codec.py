@@ -76,7 +76,7 @@ class KvCodec:
         batch, _, tokens, _ = keys.shape
         records = torch.zeros(tokens, batch, self.record_nbytes, dtype=torch.uint8, device=keys.device)
         for block in self._blocks(tokens):
-            self._encode_into(records[block], keys[:, :, block].detach(), values[:, :, block].detach())
+            self._encode_block(records[block], keys[:, :, block].detach(), values[:, :, block].detach())
         return records
 
     def decode_into(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class KvCodec:
         step = max(_BLOCK_NBYTES // nbytes, 1)
         return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
-    def _encode_into(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _encode_block(self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         start = self._scales_nbytes
         for index, part in enumerate(each.permute(2, 0, 1, 3) for each in (keys, values)):
             if self.kind != "auto":

@@ -136,7 +136,7 @@ def test_an_error_of_a_guess_is_raised_only_if_the_expert_is_needed(guessing):
 
     experts.offloader.source.read = fail
     experts.use(0, ahead=[1, 2])
-    while not all(place.is_settled() for place in experts.places().places):
+    while not all(each.contents is None or each.contents.ticket.is_done for each in experts.places().places):
         pass
     experts.use(0)
     with pytest.raises(CheckpointError, match="The disk fails"):
