@@ -68,7 +68,6 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     from hfq.checkpoint.memory_limit import available_memory
     from hfq.placement.estimate.context_costs import context_costs
     from hfq.placement.estimate.estimate import estimate_placement
-    from hfq.placement.estimate.roofline import TERMS, what_helps
     from hfq.placement.launch_configs import accelerate_yaml, loading_code
 
     profile = _profile(options, model)
@@ -82,10 +81,6 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
         for device, nbytes in estimate.budget.capacities.items()
         if device in (estimate.budget.main, "cpu")
     }
-    prediction = estimate.prediction.to_dict() | {"dominant_term": TERMS[estimate.prediction.dominant]}
-    prediction["helps"] = [
-        [what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]
-    ]
     code = loading_code(
         str(options.model),
         model.sizes.dtype,
@@ -97,18 +92,10 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     )
     return {
         "devices": _device_nbytes(estimate, weights, hardware),
-        "moved": {
-            "onloaded_per_step_nbytes": estimate.work.streamed,
-            "routed_per_step_nbytes": estimate.work.on_demand,
-            "expert_hit_rate": estimate.hit_rate,
-            "routing": source,
-            "copied_per_step_nbytes": estimate.work.copied,
-            "per_token_nbytes": (estimate.work.streamed + estimate.work.copied) // workload.batch,
-            "is_cached": estimate.work.is_cached,
-        },
+        "moved": _moved_bytes(estimate, workload.batch, source),
         "context": asdict(context_costs(estimate, model.sizes, profile)),
         "speculation": _speculation(options, estimate, model, profile),
-        "prediction": prediction,
+        "prediction": _prediction(estimate, profile),
         "device_map": device_map,
         "max_memory": limits,
         "modules": model.modules(device_map, hardware.kind),
@@ -118,6 +105,35 @@ def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
             "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus),
         },
     }
+
+
+def _moved_bytes(estimate: Estimate, batch: int, routing: str) -> dict[str, Any]:
+    """Returns the bytes that a step reads and copies, and the hits of the expert cache.
+
+    Args:
+        estimate: The estimate of the plan.
+        batch: Sequences of a step.
+        routing: What the hits are computed from.
+    """
+    work = estimate.work
+    return {
+        "onloaded_per_step_nbytes": work.streamed,
+        "routed_per_step_nbytes": work.on_demand,
+        "expert_hit_rate": estimate.hit_rate,
+        "routing": routing,
+        "copied_per_step_nbytes": work.copied,
+        "per_token_nbytes": (work.streamed + work.copied) // batch,
+        "is_cached": work.is_cached,
+    }
+
+
+def _prediction(estimate: Estimate, profile: Profile) -> dict[str, Any]:
+    """Returns the predicted seconds, the term that decides them, and the three changes that help most."""
+    from hfq.placement.estimate.roofline import TERMS, what_helps
+
+    helps = [[what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]]
+    found = estimate.prediction
+    return found.to_dict() | {"dominant_term": TERMS[found.dominant], "helps": helps}
 
 
 def _hit_rate(options: PlanOptions, model: PlannedModel) -> tuple[HitRate, str]:
