@@ -50,7 +50,12 @@ SuggestFormat = Annotated[
 ]
 BatchSize = Annotated[int, _option("Sequences per batch.", _WORK)]
 MaxModelLen = Annotated[int, _option("Tokens per sequence, including generated ones.", _WORK)]
-KvCacheDtype = Annotated[str, _option("Dtype of the KV cache: auto, fp8, int8, int4, or int2.", _WORK)]
+KvCacheDtype = Annotated[
+    str,
+    _option(
+        "Dtype of the KV cache: auto, fp8, int4, or int2; with --kv-cache-device auto, fp8, or int8.", _WORK
+    ),
+]
 KvCacheDevice = Annotated[
     str | None,
     _option("Device of an offloaded KV cache (hfq.OffloadedCache).", _WORK, metavar="cpu|disk"),

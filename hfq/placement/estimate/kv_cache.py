@@ -179,10 +179,21 @@ def _check(batch: int, context: int, kv_dtype: str, kv_dtypes: Sequence[str]) ->
                 found=value,
                 fix=f"Pass {name} 1 or more.",
             )
-    if kv_dtype not in kv_dtypes:
+    if kv_dtype in kv_dtypes:
+        return
+    if kv_dtype in (*KV_DTYPES, *OFFLOADED_KV_DTYPES):
+        is_offloaded = kv_dtypes is OFFLOADED_KV_DTYPES
+        preposition = "with" if is_offloaded else "without"
+        change = "Leave out --kv-cache-device" if is_offloaded else "Add --kv-cache-device disk or cpu"
         raise PlacementError(
-            f"--kv-cache-dtype {kv_dtype} is not valid.{nearest(kv_dtype, kv_dtypes)}",
+            f"--kv-cache-dtype {kv_dtype} is not valid {preposition} --kv-cache-device.",
             expected=", ".join(kv_dtypes),
             found=kv_dtype,
-            fix="Pass --kv-cache-dtype auto, or another of these.",
+            fix=f"{change}, or pass --kv-cache-dtype auto.",
         )
+    raise PlacementError(
+        f"--kv-cache-dtype {kv_dtype} is not valid.{nearest(kv_dtype, kv_dtypes)}",
+        expected=", ".join(kv_dtypes),
+        found=kv_dtype,
+        fix="Pass --kv-cache-dtype auto, or another of these.",
+    )

@@ -5,7 +5,14 @@ tensors.
 import pytest
 
 from hfq.errors import PlacementError
-from hfq.placement.estimate.kv_cache import KV_DTYPES, Activations, KvLayer, activation_nbytes, kv_nbytes
+from hfq.placement.estimate.kv_cache import (
+    KV_DTYPES,
+    Activations,
+    KvLayer,
+    activation_nbytes,
+    kv_nbytes,
+    offloaded_kv_nbytes,
+)
 
 
 def test_sixty_layers_of_eight_heads_take_240_kib_a_token():
@@ -49,6 +56,19 @@ def test_what_makes_no_sense_is_refused(sizes):
     batch, context, kv_dtype = sizes
     with pytest.raises(PlacementError):
         kv_nbytes([KvLayer(1, 1)], batch, context, "bfloat16", kv_dtype)
+
+
+@pytest.mark.parametrize(
+    ("count", "kv_dtype", "fix"),
+    [
+        (kv_nbytes, "int8", "Add --kv-cache-device disk or cpu, or pass --kv-cache-dtype auto."),
+        (offloaded_kv_nbytes, "int4", "Leave out --kv-cache-device, or pass --kv-cache-dtype auto."),
+    ],
+)
+def test_a_dtype_of_the_other_kind_of_cache_is_told_its_option(count, kv_dtype, fix):
+    with pytest.raises(PlacementError, match=r"is not valid with(out)? --kv-cache-device") as caught:
+        count([KvLayer(1, 1)], 1, 1, "bfloat16", kv_dtype)
+    assert caught.value.fix == fix
 
 
 def test_activations_grow_with_tokens_and_logits_with_sequences():
