@@ -113,7 +113,7 @@ class Report:
         """Returns the report as a Markdown page.
 
         Args:
-            plot: The file name of the plot, relative to the page; None if there is no plot.
+            plot: The file name of the plot, relative to the page; None for a page without one.
         """
         facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
         targets = Table(
@@ -130,15 +130,10 @@ class Report:
                 for t in self.targets
             ],
         )
-        picture = (
-            f"![{self.chart.title}]({plot})"
-            if plot
-            else "No plot: matplotlib is not installed (`pip install hfq[plots]`)."
-        )
         held = [targets.to_markdown()] if self.targets else []
-        return "\n".join(
-            [f"# {self.title}\n", facts, *held, f"{picture}\n", *(t.to_markdown() for t in self.tables)]
-        )
+        picture = [] if plot is None else [f"![{self.chart.title}]({plot})\n"]
+        tables = [table.to_markdown() for table in self.tables]
+        return "\n".join([f"# {self.title}\n", facts, *held, *picture, *tables])
 
     def to_json(self) -> str:
         targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
@@ -157,8 +152,10 @@ class Report:
     def write(self, folder: Path, name: str) -> None:
         """Writes `name`.md, `name`.json and, if matplotlib is installed, `name`.png."""
         folder.mkdir(parents=True, exist_ok=True)
-        plot = f"{name}.png" if draw_chart(self.chart, self.facts, folder / f"{name}.png") else None
-        write_output_file(folder / f"{name}.md", self.to_markdown(plot))
+        is_drawn = draw_chart(self.chart, self.facts, folder / f"{name}.png")
+        text = self.to_markdown(f"{name}.png" if is_drawn else None)
+        note = "" if is_drawn else "\nNo plot: matplotlib is not installed (`pip install hfq[plots]`).\n"
+        write_output_file(folder / f"{name}.md", text + note)
         write_output_file(folder / f"{name}.json", self.to_json() + "\n")
 
 

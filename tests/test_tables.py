@@ -45,7 +45,9 @@ def test_a_report_is_written_in_three_ways(tmp_path, monkeypatch):
     page = (tmp_path / "out" / "name.md").read_text()
     assert "| x | 2.000 | <= 1 | not met |" in page
     assert "| a | b |\n| --- | --- |\n| 1 | 2 |" in page
-    assert "matplotlib is not installed" in page
+    assert (
+        page == report.to_markdown() + "\nNo plot: matplotlib is not installed (`pip install hfq[plots]`).\n"
+    )
     document = json.loads((tmp_path / "out" / "name.json").read_text())
     assert document["records"] == RECORDS
     assert document["targets"][0]["verdict"] == "not met"
