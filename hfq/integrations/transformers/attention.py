@@ -25,7 +25,6 @@ NAME = "hfq_sdpa"
 _OPTIONS = ("cache", "position_bias", "softcap")
 """Options of `sdpa` that change the scores, or where keys are."""
 
-
 _COMPARISON = re.compile(r"""_attn_implementation\b[^\n]*["']sdpa["']""")
 """Source of a model that treats `sdpa` differently from other implementations."""
 
@@ -68,7 +67,8 @@ def packed_attention(
     """
     if _names_sdpa(type(module).__module__):
         raise SetupError(
-            f"{type(module).__name__} computes something else unless the attention is named sdpa.",
+            f"The code of {type(module).__name__} requires an attention that is named sdpa: "
+            "it leaves a mask out for other names.",
             expected='attn_implementation="sdpa"',
             found=f'attn_implementation="{NAME}"',
             fix='Call model.set_attn_implementation("sdpa").',
@@ -84,14 +84,14 @@ def packed_attention(
     return output.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
 
 
-@assume_constant_result
+@assume_constant_result  # torch.compile calls it, and does not trace the cached function below
 def _names_sdpa(module: str) -> bool:
     """Returns True if the source of a Python module compares the implementation with `sdpa`."""
-    return _compares(module)
+    return _search_source(module)
 
 
 @functools.cache
-def _compares(module: str) -> bool:
+def _search_source(module: str) -> bool:
     try:
         return bool(_COMPARISON.search(inspect.getsource(sys.modules[module])))
     except (KeyError, OSError, TypeError):  # a class without a file
