@@ -89,7 +89,10 @@ def _without_cached(inputs: Mapping[str, Any], cached: int) -> dict[str, Any]:
         SetupError: States of the cached tokens are requested, or the prompt does not have these tokens.
     """
     ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
-    count = (embeddings if ids is None else ids).shape[1]  # type: ignore[union-attr]
+    given = embeddings if ids is None else ids
+    if not isinstance(given, torch.Tensor):  # a call of the model itself, after drafting was interrupted
+        return dict(inputs)
+    count = given.shape[1]
     if not _is_whole(inputs, count):
         _check_mask(inputs, count, cached)
         return dict(inputs)
@@ -122,12 +125,15 @@ def _without_cached(inputs: Mapping[str, Any], cached: int) -> dict[str, Any]:
 
 
 def _is_whole(inputs: Mapping[str, Any], count: int) -> bool:
-    """Returns True if the input has the cached tokens, too: then its first position is 0."""
+    """Returns True if the input has the cached tokens, too: then its first position is 0.
+
+    Without positions and a mask (Bloom), calls of `generate` are known by the option that it always passes.
+    """
     positions = inputs.get("position_ids")
     if isinstance(positions, torch.Tensor):
         return not positions[..., 0].any()
     mask = inputs.get("attention_mask")
-    return not isinstance(mask, torch.Tensor) or mask.shape[-1] == count
+    return mask.shape[-1] == count if isinstance(mask, torch.Tensor) else "use_cache" in inputs
 
 
 def _check_mask(inputs: Mapping[str, Any], count: int, cached: int) -> None:

@@ -73,6 +73,28 @@ def test_models_with_other_inputs_and_layers(family, tmp_path):
         assert cache.get_seq_length() == expected.shape[1] - 1
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_call_of_the_model_after_drafting_was_interrupted_gets_its_tokens(model, count, is_named):
+    assistant, more = load(), torch.arange(count)[None] + 9
+    assistant.register_forward_pre_hook(interrupt)
+    plain = DynamicCache(config=model.config)
+    with hfq.OffloadedCache(model) as cache, torch.no_grad():
+        tokens = generate(model, cache, PROMPT)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, cache, torch.cat([tokens, tokens], 1), assistant_model=assistant)
+        generate(model, plain, PROMPT)
+        arguments = ((), {"input_ids": more}) if is_named else ((more,), {})
+        found, expected = (
+            model(*arguments[0], **arguments[1], past_key_values=each).logits for each in (cache, plain)
+        )
+    assert torch.equal(found, expected)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_states_of_cached_tokens_are_refused(model, name):
     with hfq.OffloadedCache(model) as cache:
