@@ -128,7 +128,7 @@ def _moved_bytes(estimate: Estimate, batch: int, routing: str) -> dict[str, Any]
 
 
 def _prediction(estimate: Estimate, profile: Profile) -> dict[str, Any]:
-    """Returns the predicted seconds, the term that decides them, and the three changes that help most."""
+    """Returns predicted seconds, the deciding term, and the three most helpful changes."""
     from hfq.placement.estimate.roofline import TERMS, what_helps
 
     helps = [[what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]]
