@@ -40,6 +40,8 @@ All patches act only on models with an `HfqConfig`. Tested with transformers 5.1
    hfq checks the JSON of each.
 11. `PreTrainedModel.from_pretrained`, with `HFQ_ENABLE=1` in the environment. Upstream gives a program that
    names no quantizer that of the checkpoint. hfq passes an `HfqConfig` instead (launched_loads.py).
+12. `PreTrainedModel.resize_token_embeddings`, of models that hfq loaded. Upstream resizes the embedding, and
+   then raises an error for a quantized head (embedding_resize.py).
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ from hfq.integrations.deepspeed.scatter import described_folder
 from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.integrations.hub.gguf_files import download_gguf
 from hfq.integrations.transformers.attention import register_attention
+from hfq.integrations.transformers.embedding_resize import checking_resize
 from hfq.integrations.transformers.interpreter import pausing_collection
 from hfq.integrations.transformers.launched_loads import applying_launch_options
 from hfq.integrations.transformers.load_lock import one_load
@@ -88,7 +91,7 @@ _pool_process = os.getpid()  # the process in which torch's thread pool was made
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Applies patches 1, 3, and 5 to 10, and 2 for model classes; registers hfq's attention."""
+    """Applies patches 1, 3, and 5 to 12, and 2 for model classes; registers hfq's attention."""
     register_attention()
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
@@ -102,6 +105,8 @@ def patch_modeling_utils(module: Any) -> None:
         guarding = module.PreTrainedModel.from_pretrained.__func__
         module.PreTrainedModel.from_pretrained = classmethod(applying_launch_options(guarding))
         module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
+        resizing = checking_resize(module.PreTrainedModel.resize_token_embeddings)
+        module.PreTrainedModel.resize_token_embeddings = resizing
         for name, count in (("num_parameters", num_parameters), ("get_memory_footprint", memory_footprint)):
             setattr(module.PreTrainedModel, name, _counting(getattr(module.PreTrainedModel, name), count))
         if hasattr(module.PreTrainedModel, "prepare_distribute_model"):
