@@ -27,7 +27,7 @@ PAGES = sorted(
 )
 
 NOT_RUN = {
-    "README.md": ["pip install", "make demo"],
+    "README.md": ["make demo", "pip install"],
     "configs/deepspeed/README.md": ["accelerate launch"],
     "docs/how_to/use_ibm_fms.md": ["import torch"],
     "docs/how_to/generate_with_fewer_passes.md": ["tokens ="],
@@ -183,12 +183,12 @@ def test_no_block_is_passed_over():
                 ), page
 
 
-def test_the_readme_installs_loads_and_runs_three_commands():
-    install, code, verbs, make = (block.text.splitlines() for block in blocks_of("README.md"))
-    assert install[0].startswith("pip install")
-    assert len([line for line in code if line]) == 8
-    assert [line.split()[1] for line in verbs] == ["plan", "quantize", "compare"]
+def test_the_readme_sets_up_loads_installs_and_runs_three_commands():
+    make, code, install, verbs = (block.text.splitlines() for block in blocks_of("README.md"))
     assert [line.split()[:2] for line in make] == [["make", "demo"], ["make", "test"]]
+    assert len([line for line in code if line]) == 8
+    assert install[0].startswith("pip install")
+    assert [line.split()[1] for line in verbs] == ["plan", "quantize", "compare"]
 
 
 def test_a_shown_command_prints_what_is_shown(tmp_path, monkeypatch):
