@@ -29,6 +29,7 @@ UNALIGNED = {
             "int-quantized-group-asym",
             "pack-quantized-w4",
             "pack-quantized-w4-asym",
+            "pack-quantized-w8-asym",
             "pack-quantized-w3-words",
             "torchao-intx-asym",
             "blockwise-int8-ragged",
