@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from hfq.errors import HfqError, SetupError, nearest
 from hfq.modules.offloaded_parameter import no_copy
@@ -200,6 +200,11 @@ class OffloadedCache(DynamicCache):
     def reset(self) -> None:
         self._invalidate()
         super().reset()
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # transformers 5.17 keeps zeros, to which it appends
+                layer.is_initialized = False
+                if isinstance(layer, DynamicIndexedLayer):
+                    layer.is_indexer_initialized = False
         self._is_torn = self._has_beams = False
         self._whole_pass.forget()
 
@@ -265,7 +270,8 @@ class OffloadedCache(DynamicCache):
 
     def _lengths(self) -> list[int]:
         """Returns the numbers of tokens of the layers that count them."""
-        return [self.layers[index].get_seq_length() for index in self._counting]
+        # a crop by a tensor leaves one in transformers 5.17
+        return [int(self.layers[index].get_seq_length()) for index in self._counting]
 
     def _length(self) -> int:
         return max(self._lengths(), default=0)
