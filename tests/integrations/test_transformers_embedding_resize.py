@@ -56,6 +56,13 @@ def test_the_same_size_is_no_change(arguments):
     assert torch.equal(logits(model, TOKENS), before)
 
 
+def test_all_arguments_are_passed_on_by_position():
+    model = load()
+    rows = model.config.vocab_size
+    model.resize_token_embeddings(rows + 1, 64, False)
+    assert model.get_output_embeddings().weight.shape[0] == rows + 64
+
+
 def test_an_unquantized_head_is_resized(tmp_path):
     model = load()
     before, rows = logits(model, TOKENS), model.config.vocab_size

@@ -18,11 +18,15 @@ def checking_resize(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def resize_token_embeddings(
-        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **kwargs: Any
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if is_loaded_by_hfq(self):
             _check(self, new_num_tokens, pad_to_multiple_of)
-        return original(self, new_num_tokens, pad_to_multiple_of, **kwargs)
+        return original(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
     return resize_token_embeddings
 
@@ -32,10 +36,8 @@ def _check(model: Any, count: int | None, multiple: int | None) -> None:
 
     transformers resizes the embedding first, and then raises a TypeError for a quantized head.
     """
-    fix = "Resize the unquantized model, and quantize it again."
-    if _rounds_head(model):
-        fix = "Load the model without quantize_output_head, and resize that."
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+    head = model.get_output_embeddings()
+    for layer in (model.get_input_embeddings(), head):
         if not isinstance(layer, QuantizedModule):
             continue
         rows = layer.out_features
@@ -44,6 +46,9 @@ def _check(model: Any, count: int | None, multiple: int | None) -> None:
             asked = -(-asked // multiple) * multiple
         if asked == rows:
             continue
+        fix = "Resize the unquantized model, and quantize it again."
+        if layer is head and _rounds_head(model):
+            fix = "Load the model without quantize_output_head, and resize that."
         name = next((name for name, module in model.named_modules() if module is layer), "")
         raise SetupError(
             f"{name} is quantized and cannot get another number of tokens. Nothing was changed.",

@@ -154,15 +154,7 @@ def pack_quantized(
     is_shared = scale.numel() == 1 and out_features > 1
     packed_zeros = OUTPUT_BYTES if weight_format.num_bits == 8 else OUTPUT_WORDS
     row_zeros = NONE if zero is None else packed_zeros if weight_format.zero_dtype == "I32" else BYTES
-    integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
-    of_codes: dict = {
-        "kind": NIBBLES,
-        "bits": 4,
-        "values": ctypes.addressof(_VALUES[_OFFSET]),
-        "integers": ctypes.addressof(integers),
-        "unit": unit,
-        "offset": offset,
-    }
+    of_codes = {"kind": BIASED, "shared": 1.0} if weight_format.num_bits == 8 else _nibbles(row_zeros)
     return CppLayer(
         codes=codes.data_ptr(),
         row_nbytes=codes.shape[1] * 4,
@@ -179,8 +171,21 @@ def pack_quantized(
         zeros=zero.data_ptr() if zero is not None else None,
         index=index.data_ptr() if index is not None else None,
         index_nbytes=index.element_size() if index is not None else 0,
-        **({"kind": BIASED, "shared": 1.0} if weight_format.num_bits == 8 else of_codes),
+        **of_codes,
     )
+
+
+def _nibbles(row_zeros: int) -> dict:
+    """Returns the fields of a layer of 4-bit codes that are 8 above their values."""
+    integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
+    return {
+        "kind": NIBBLES,
+        "bits": 4,
+        "values": ctypes.addressof(_VALUES[_OFFSET]),
+        "integers": ctypes.addressof(integers),
+        "unit": unit,
+        "offset": offset,
+    }
 
 
 def _against_gemma(weight_format: GemmaQat, in_features: int) -> str | None:

@@ -27,37 +27,14 @@ from hfq.runtime.predicted_speed import predict_step
 
 KINDS = ["gguf", "gptq4", "fp8"]
 TYPES = {"": Type.Q4_K, "output": Type.Q6_K}
+SIZES = {"layers": 2, "hidden": 256, "inner": 256, "heads": (4, 2), "vocabulary": 320}
 SMALL = {
-    "mixture": replace(
-        SHAPES["qwen3-30b-a3b"],
-        layers=2,
-        hidden=256,
-        inner=256,
-        heads=(4, 2),
-        head=64,
-        vocabulary=320,
-        experts=(16, 2),
-    ),
-    "dense": replace(
-        SHAPES["llama-3-8b"], layers=2, hidden=256, inner=512, heads=(4, 2), head=64, vocabulary=320
-    ),
-    "gpt-oss": replace(
-        SHAPES["gpt-oss-20b"],
-        layers=2,
-        hidden=256,
-        inner=256,
-        heads=(4, 2),
-        head=64,
-        vocabulary=320,
-        experts=(4, 2),
-    ),
+    "mixture": replace(SHAPES["qwen3-30b-a3b"], **SIZES, head=64, experts=(16, 2)),
+    "dense": replace(SHAPES["llama-3-8b"], **SIZES | {"inner": 512}, head=64),
+    "gpt-oss": replace(SHAPES["gpt-oss-20b"], **SIZES, head=64, experts=(4, 2)),
     "deepseek": replace(
         SHAPES["deepseek-v3-short"],
-        layers=2,
-        hidden=256,
-        inner=256,
-        heads=(4, 4),
-        vocabulary=320,
+        **SIZES | {"heads": (4, 4)},
         experts=(8, 2),
         others=SHAPES["deepseek-v3-short"].others
         | {"intermediate_size": 512, "q_lora_rank": 128, "kv_lora_rank": 128, "n_group": 2, "topk_group": 1},
