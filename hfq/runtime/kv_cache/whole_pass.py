@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,15 +63,15 @@ class WholePass:
         self.forget_pass()
         self.has_failed = False
 
-    def _begin(self, _: nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-        if self._is_of_cache(kwargs):
+    def _begin(self, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._is_of_cache(args, kwargs):
             self.settle()
             self._is_running = True
 
-    def _end(self, _: nn.Module, args: object, kwargs: Mapping[str, Any], output: object) -> None:
-        if self._is_of_cache(kwargs):
+    def _end(self, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: object) -> None:
+        if self._is_of_cache(args, kwargs):
             self.forget_pass()
 
-    def _is_of_cache(self, kwargs: Mapping[str, Any]) -> bool:
+    def _is_of_cache(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         cache = None if self._cache is None else self._cache()
-        return cache is not None and kwargs.get("past_key_values") is cache
+        return cache is not None and any(each is cache for each in (*args, kwargs.get("past_key_values")))

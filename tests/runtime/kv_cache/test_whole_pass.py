@@ -58,11 +58,14 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def interrupted_pass(model, cache, layer):
+def interrupted_pass(model, cache, layer, is_by_position=False):
     handle = model.model.layers[layer].register_forward_pre_hook(interrupt)
     try:
         with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-            model(PROMPT[:, :3], past_key_values=cache)
+            if is_by_position:
+                model(PROMPT[:, :3], None, None, cache)
+            else:
+                model(PROMPT[:, :3], past_key_values=cache)
     finally:
         handle.remove()
 
@@ -92,6 +95,14 @@ def test_a_pass_that_did_not_end_is_named_in_whichever_layer_it_was(model, place
                     cache.save()
             cache.reset()
             assert torch.equal(logits(model, cache), expected[0])
+
+
+def test_a_cache_that_is_passed_by_position_is_known(model):
+    with hfq.OffloadedCache(model) as cache:
+        logits(model, cache)
+        interrupted_pass(model, cache, len(model.model.layers) - 1, is_by_position=True)
+        with pytest.raises(SetupError, match="did not end"):
+            logits(model, cache)
 
 
 def test_a_pass_that_did_not_end_is_never_saved(model, tmp_path):
