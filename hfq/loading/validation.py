@@ -230,7 +230,7 @@ def check_expert_cache(asked: int, experts: Sequence[Expert], routed: int, mappe
     """Checks that this process can use the memory of an expert cache on the host.
 
     Args:
-        asked: Size that the cache was given, in bytes; 0 for the default size, of which the least counts.
+        asked: Requested size in bytes; 0 for the default size, which is checked at its minimum.
         experts: The offloaded experts.
         routed: Number of experts that a token is routed to.
         mapped: Bytes of mapped weights.
